@@ -16,6 +16,14 @@ class Spread:
     high: float
     repeats: int
 
+    def __str__(self) -> str:
+        return f"{figure(self.median)} ({figure(self.low)} to {figure(self.high)})"
+
+
+def figure(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
 
 def spread(values: Sequence[float]) -> Spread:
     """Raises ValueError when there are no values."""

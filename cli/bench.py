@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from speclen.console.flags import readable
+from speclen.cli.support.flags import readable
 from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)
@@ -17,11 +17,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
     "policy": ("speclen.bench.simulation.policy", "policy", "Policies in simulated situations, beside an oracle."),
     "controller": (
-        "speclen.bench.service.controller",
+        "speclen.bench.fleet.controller",
         "controller",
         "Reports a second and round trips of the controller.",
     ),
-    "fleet": ("speclen.bench.fleet.run", "fleet", "Load of a controller by the number of its workers."),
+    "fleet": ("speclen.bench.fleet.controller", "fleet", "Load of a controller by the number of its workers."),
 }
 
 
@@ -70,6 +70,6 @@ def bench() -> None:
 
     Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
-    from speclen.console.processes import end_as_by_ctrl_c  # here, for the overview's sake
+    from speclen.cli.support.processes import end_as_by_ctrl_c  # here, for the overview's sake
 
     end_as_by_ctrl_c()

@@ -4,7 +4,6 @@
     architectures  the same for targets of other families with random weights: how step times grow, and what would be best
     threads        one pair on unlike devices: the same machine with one thread and with all
     quantised      int8 weights in the draft or in the target: does the best length move?
-    redraw         an experiment's plot from its JSON
 
 Each writes JSON and a plot; the JSON names the command, its commit and the machine. The third experiment, traffic that
 varies, is `speclen bench serve`.
@@ -17,6 +16,8 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,33 @@ from speclen.worker.backends.spinning import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 
-import numpy as np
 import torch
 import typer
-from paper_figure import plot_lengths
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.bench.machine import machine, provenance
-from speclen.bench.profile.analysis import analyse, analysis_json
-from speclen.bench.profile.document import ProfileDocument, from_result, parse_document, write_document
-from speclen.bench.profile.plot import plot
-from speclen.bench.profile.run import core_context
-from speclen.bench.profile.show import show
+from speclen.cli.profile.analysis import Analysis, analyse, analysis_json
+from speclen.cli.profile.document import ProfileDocument, from_result, write_document
+from speclen.cli.profile.measuring import core_context
+from speclen.cli.profile.show import show
+from speclen.cli.support.machine import machine, provenance
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.profiling.samples import ProfileResult
 from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 NAME = "scripts/paper_experiments.py"
-PROGRAM = f"python {NAME}"
 OUT = typer.Option(Path("docs/results"), help="Folder of the results.")
 BUDGET = typer.Option(120.0, help="Seconds of measuring per profile.")
-TARGET = "bundled:target-60m"
-DRAFT = "bundled:draft"
+TARGET, DRAFT = "bundled:target-60m", "bundled:draft"
+SIZES, LENGTHS = (1, 2, 4, 8, 16), tuple(range(9))
 COMPARED_SIZES = (1, 4, 16)
+# The paper's figures, by batch size.
+PAPER_LENGTHS = {1: 7, 2: 6, 4: 4, 8: 4, 16: 3, 32: 1}
+PAPER_GAINS = {1: 2.73, 32: 1.31}
+FLAT = 1.03  # lengths within so many times the best one's time per token are as good as it
 
 # Shapes of about 60 million parameters over the bundled vocabulary, so that families differ and sizes do not.
 COMMON = {"vocab_size": 2048, "max_position_embeddings": 2048, "num_hidden_layers": 8, "hidden_size": 768}
@@ -66,8 +66,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+Documents = dict[str, ProfileDocument]
 
-def measure(pair: ModelPair, settings: ProfileSettings, title: str) -> ProfileResult:
+
+def measured(pair: ModelPair, settings: ProfileSettings, title: str, **details: Any) -> ProfileDocument:
+    """A profile of the pair. Raises SystemExit when the time was too short for one."""
+
     def report(progress: ProfileProgress) -> None:
         print(f"\r{title}: at most {progress.left_s:4.0f} s left", end="", file=sys.stderr, flush=True)
 
@@ -76,105 +80,91 @@ def measure(pair: ModelPair, settings: ProfileSettings, title: str) -> ProfileRe
         result = profiler.run().result()
     print(file=sys.stderr)
     if not result.survival:
-        raise SystemExit(
-            f"{title}: {settings.budget_s:g} s were too short to measure anything, give more with --budget-s"
-        )
-    return result
+        raise SystemExit(f"{title}: nothing was measured in {settings.budget_s:g} s: give more with --budget-s")
+    facts = {"title": title, "machine": machine(pair.device), "settings": dataclasses.asdict(settings)}
+    return from_result(core_context(pair), result, NAME, facts | provenance(f"python {NAME}") | details)
 
 
-def document_of(pair: ModelPair, settings: ProfileSettings, title: str, **details: Any) -> ProfileDocument:
-    facts = {
-        "title": title,
-        "machine": machine(pair.device),
-        "settings": dataclasses.asdict(settings),
-        **provenance(PROGRAM),
-        **details,
-    }
-    return from_result(core_context(pair), measure(pair, settings, title), NAME, facts)
-
-
-def publish(name: str, documents: dict[str, ProfileDocument], out: Path) -> None:
+def publish(name: str, documents: Documents, out: Path) -> None:
     """One JSON and one plot for the experiment, and a printed table per profile."""
-    content = {}
+    analyses = {title: analyse(document) for title, document in documents.items()}
     for title, document in documents.items():
-        analysis = analyse(document)
-        content[title] = analysis_json(document, analysis)
-        show(document, analysis)
+        show(document, analyses[title])
+    content = {title: analysis_json(document, analyses[title]) for title, document in documents.items()}
     write_document(out / f"{name}.json", content)
-    draw(name, documents, out)
+    (plot_lengths if name == "lengths" else plot_comparison)(analyses, out / f"{name}.svg")
 
 
-def draw(name: str, documents: dict[str, ProfileDocument], out: Path) -> None:
-    if name == "lengths":
-        plot_lengths({title: analyse(document) for title, document in documents.items()}, out / f"{name}.svg")
-    elif len(documents) == 1:
-        (document,) = documents.values()
-        plot(document, analyse(document), out / f"{name}.svg")
-    else:
-        plot_comparison(documents, out / f"{name}.svg")
-
-
-def plot_comparison(documents: dict[str, ProfileDocument], path: Path) -> None:
-    """Time per token by length, as a share of length 0's, one panel per batch size and one line per profile."""
+@contextmanager
+def panels(number: int, path: Path, **options: Any) -> Iterator[Any]:
+    """Axes of a picture that is saved at the end: the same file for the same figures."""
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "speclen"
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(COMPARED_SIZES), figsize=(13, 4), layout="constrained", sharey=True)
-    for axis, size in zip(axes, COMPARED_SIZES, strict=True):
-        for title, document in documents.items():
-            (batch,) = (batch for batch in analyse(document).batches if batch.batch_size == size)
-            lengths, times = zip(*sorted(batch.ms_per_token.items()), strict=True)
-            (line,) = axis.plot(lengths, np.array(times) / batch.ms_per_token[0], label=title)
-            best = batch.best_length
-            axis.plot(
-                best, batch.ms_per_token[best] / batch.ms_per_token[0], "*", color=line.get_color(), markersize=12
-            )
-        axis.set(title=f"batch {size}", xlabel="speculation length")
-    axes[0].set_ylim(bottom=0)
-    axes[0].set_ylabel("time per token / that of length 0")
-    axes[-1].legend(fontsize=8)
-    figure.savefig(path)
+    figure, axes = plt.subplots(1, number, layout="constrained", **options)
+    yield axes
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
-@app.command()
-def redraw(name: str, out: Path = OUT) -> None:
-    """Draw an experiment's plot from its JSON."""
-    content = json.loads((out / f"{name}.json").read_text())
-    draw(name, {title: parse_document(values) for title, values in content.items()}, out)
+def plot_comparison(analyses: dict[str, Analysis], path: Path) -> None:
+    """Time per token by length, as a share of length 0's, one panel per batch size and one line per profile."""
+    with panels(len(COMPARED_SIZES), path, figsize=(13, 4), sharey=True) as axes:
+        for axis, size in zip(axes, COMPARED_SIZES, strict=True):
+            for title, analysis in analyses.items():
+                (batch,) = (batch for batch in analysis.batches if batch.batch_size == size)
+                times = {length: ms / batch.ms_per_token[0] for length, ms in sorted(batch.ms_per_token.items())}
+                (line,) = axis.plot(list(times), list(times.values()), label=title)
+                axis.plot(batch.best_length, times[batch.best_length], "*", color=line.get_color(), markersize=12)
+            axis.set(title=f"batch {size}", xlabel="speculation length")
+        axes[0].set_ylim(bottom=0)
+        axes[0].set_ylabel("time per token / that of length 0")
+        axes[-1].legend(fontsize=8)
+
+
+def plot_lengths(analyses: dict[str, Analysis], path: Path) -> None:
+    """Left the best length by batch size, with the lengths that are as good; right the gain over length 0."""
+    with panels(2, path, figsize=(11, 4.5)) as (lengths, gains):
+        for title, analysis in analyses.items():
+            sizes = [batch.batch_size for batch in analysis.batches]
+            best = [batch.best_length for batch in analysis.batches]
+            good = [
+                [length for length, ms in batch.ms_per_token.items() if ms <= FLAT * batch.ms_per_token[at]]
+                for batch, at in zip(analysis.batches, best, strict=True)
+            ]
+            (line,) = lengths.plot(sizes, best, "o-", label=f"here, {title}")
+            lengths.fill_between(sizes, [*map(min, good)], [*map(max, good)], color=line.get_color(), alpha=0.15)
+            gains.plot(sizes, [batch.gain for batch in analysis.batches], "o-", label=f"here, {title}")
+        lengths.plot(list(PAPER_LENGTHS), list(PAPER_LENGTHS.values()), "ks--", label="paper")
+        gains.plot(list(PAPER_GAINS), list(PAPER_GAINS.values()), "ks", label="paper")
+        lengths.set(ylabel="best length (shaded: within 3% of it)", ylim=(-0.3, None))
+        gains.set(ylabel="times the speed of length 0", ylim=(0, None))
+        for axis in (lengths, gains):
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("batch size")
+            axis.legend(fontsize=9)
 
 
 @app.command()
-def lengths(
-    target: str = TARGET,
-    draft: str = DRAFT,
-    batch_sizes: str = "1,2,4,8,16,32",
-    max_length: int = 12,
-    temperatures: str = "0,1",
-    threads: int = 0,
-    budget_s: float = BUDGET,
-    out: Path = OUT,
-) -> None:
-    """Latency against length at every batch size, at each temperature."""
-    pair = load_pair(target, draft)
-    set_threads(threads, pair)
-    sizes = tuple(int(size) for size in batch_sizes.split(","))
+def lengths(budget_s: float = BUDGET, out: Path = OUT) -> None:
+    """Latency against length at every batch size, greedy and at temperature 1."""
+    pair = load_pair(TARGET, DRAFT)
+    set_threads(0, pair)
     documents = {}
-    for temperature in map(float, temperatures.split(",")):
-        settings = ProfileSettings(sizes, tuple(range(max_length + 1)), budget_s, temperature=temperature)
+    for temperature in (0.0, 1.0):
+        settings = ProfileSettings((*SIZES, 32), tuple(range(13)), budget_s, temperature=temperature)
         title = f"temperature {temperature:g}"
-        documents[title] = document_of(pair, settings, title)
+        documents[title] = measured(pair, settings, title)
     publish("lengths", documents, out)
 
 
 @app.command()
-def architectures(
-    budget_s: float = BUDGET, out: Path = OUT, reference: Path = Path("docs/results/lengths.json")
-) -> None:
-    """Step times of other families; survival is that of the bundled pair, since random weights have none of their own."""
-    borrowed = next(iter(json.loads(reference.read_text()).values()))
+def architectures(budget_s: float = BUDGET, out: Path = OUT) -> None:
+    """Step times of other families; survival is that of `lengths`, since random weights have none of their own."""
+    borrowed = next(iter(json.loads((out / "lengths.json").read_text()).values()))
     survival, rows = tuple(borrowed["survival"]), tuple(borrowed["num_survival_rows"])
     documents = {}
     bundled = load_pair(TARGET, DRAFT)
@@ -182,8 +172,8 @@ def architectures(
         target = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).to(bundled.dtype).eval()
         pair = dataclasses.replace(bundled, target=target, target_name=f"random {name}")
         set_threads(0, pair)
-        settings = ProfileSettings((1, 2, 4, 8, 16), tuple(range(9)), budget_s)
-        document = document_of(pair, settings, name, num_parameters=target.num_parameters(), survival="borrowed")
+        settings = ProfileSettings(SIZES, LENGTHS, budget_s)
+        document = measured(pair, settings, name, num_parameters=target.num_parameters(), survival="borrowed")
         profile = document.profile._replace(survival=survival[:8], num_survival_rows=rows[:8])
         documents[name] = dataclasses.replace(document, profile=profile)
     publish("architectures", documents, out)
@@ -196,9 +186,8 @@ def threads(budget_s: float = BUDGET, out: Path = OUT) -> None:
     for count in (1, os.cpu_count() or 1):
         pair = load_pair(TARGET, DRAFT)
         set_threads(count, pair)
-        settings = ProfileSettings((1, 2, 4, 8, 16), tuple(range(9)), budget_s)
         title = f"{count} thread{'s' if count > 1 else ''}"
-        documents[title] = document_of(pair, settings, title)
+        documents[title] = measured(pair, ProfileSettings(SIZES, LENGTHS, budget_s), title)
     publish("threads", documents, out)
 
 
@@ -213,8 +202,8 @@ def quantised(budget_s: float = BUDGET, out: Path = OUT) -> None:
             setattr(pair, model, to_int8(getattr(pair, model)))
         # Activations are scaled by the largest of the whole batch, so outputs depend on who shares the batch, and the
         # engine would rightly refuse to call that exact.
-        settings = ProfileSettings((1, 2, 4, 8, 16), tuple(range(9)), budget_s, check_models=False)
-        documents[f"{title} int8"] = document_of(pair, settings, f"int8: {title}")
+        settings = ProfileSettings(SIZES, LENGTHS, budget_s, check_models=False)
+        documents[f"{title} int8"] = measured(pair, settings, f"int8: {title}")
     publish("quantised", documents, out)
 
 

@@ -86,11 +86,11 @@ def is_empty(database: Path) -> bool:
     return not database.exists() or database.stat().st_size == 0
 
 
-def put_in_place(backup: Path, database: Path, aside: str = "") -> None:
+def put_in_place(backup: Path, database: Path) -> None:
     """Make a checked copy the database, in one rename. Raises StoreError, also while a controller writes to it.
 
     The copy may have a WAL beside it. The lock's note of acknowledged commits stays: the controller's next start tells how
-    many are missing. aside: new name for the present database; without one it is deleted.
+    many are missing.
     """
     database = Path(os.path.realpath(database))
     with unfinished(database) as copied:
@@ -100,10 +100,6 @@ def put_in_place(backup: Path, database: Path, aside: str = "") -> None:
             with contextlib.closing(connect_reader(backup, ANOTHER_COPY)) as source:
                 fill(copied, source)
             move_wal_in(database)
-            if aside:
-                for old, kept in zip(files_of(database), files_of(database.with_name(aside)), strict=True):
-                    if old.exists():
-                        old.rename(kept)
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)
             move_into_place(copied, database)

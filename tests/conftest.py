@@ -1,5 +1,7 @@
 """Settings for all tests: no network, few threads, since test processes share the cores."""
 
+import asyncio
+import inspect
 import os
 
 import pytest
@@ -13,10 +15,16 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it: kernels run without a GPU, slowly
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=100, help="How often test_kill.py kills a controller.")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test makes a channel: the first use decides how gRPC's poller is made, for the whole process.
     prepare_aio()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in at most 60 seconds."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), 60.0))
+    return True

@@ -20,7 +20,7 @@ MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """How a server protects itself. Raises ValueError, naming flags, for a combination that cannot work.
+    """Protection of a server: TLS, tokens. Raises ValueError, naming flags, for a combination that cannot work.
 
     tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
     token_file: file with tokens, one a line, one of which every call must carry. read_token_file: likewise, for calls
@@ -147,7 +147,7 @@ def refusing(
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """How a client reaches a protected server. ca: PEM file of the authority that signed the server's certificate.
+    """Credentials of a client. ca: PEM file of the authority that signed the server's certificate.
 
     cert, key: the client's own, for servers that ask for one. token_file: the server's token. prefix: of the flags that
     errors name.

@@ -1,4 +1,4 @@
-"""How a server is asked to stop."""
+"""Requests to stop a server."""
 
 from __future__ import annotations
 

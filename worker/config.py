@@ -12,15 +12,11 @@ from speclen.transport.address import check_exposure, check_free, split_address
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.drafting.arms import parse_arms
-from speclen.worker.models.naming import AUTO, draft_of
+from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, WEIGHTS, draft_of
 
-LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
-# What the modules that import torch know, for whoever should be told before that: it takes seconds.
-BACKENDS = ("auto", "torch", "openvino")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("full", "int8")
+LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused
 DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
-EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port from all others
+EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port on all addresses
 POLICY = re.compile(r"adaptive|profile|none|n-gram|fixed:(\d{1,2})")
 NGRAM = Arm(0, ngram=True)
 KEY_FLAG = "--api-key-file"
@@ -28,7 +24,7 @@ KEY_FLAG = "--api-key-file"
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything that `speclen worker` can be told. Raises ValueError with one sentence that names the flag."""
+    """Settings of `speclen worker`. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting(
@@ -131,7 +127,7 @@ class WorkerConfig:
         return self.draft not in ("", "none")
 
     def check_models(self) -> None:
-        """Raises ValueError for a way of running models that is none."""
+        """Raises ValueError for an unknown backend, dtype, kind of weights or device."""
         for name, known in (("backend", BACKENDS), ("dtype", DTYPES), ("weights", WEIGHTS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{flag(name)} {value!r} is not known; use {', '.join(known)}")
@@ -141,7 +137,7 @@ class WorkerConfig:
             raise ValueError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
 
     def check_addresses(self) -> None:
-        """Raises OSError when an address is taken, by a program or by another of the worker's own; ValueError for none."""
+        """Raises OSError for an address that is taken or named twice, ValueError for a malformed one."""
         names = ("listen", "metrics_listen", "http_listen", "probe_listen")
         given = {flag(name): getattr(self, name) for name in names if getattr(self, name)}
         for name, address in given.items():
@@ -151,7 +147,7 @@ class WorkerConfig:
                 raise OSError(f"cannot listen on {given[name]}: {other} does already; choose another with {name}")
 
     def check_arms(self) -> None:
-        """Raises ValueError when `--arms` cannot be followed."""
+        """Raises ValueError for arms that the worker cannot run."""
         if not self.arms:
             return
         if self.policy != "adaptive":
@@ -173,7 +169,7 @@ class WorkerConfig:
         return any(choice.arm.ngram for choice in self.chosen_arms())
 
     def chosen_arms(self) -> tuple[Choice, ...]:
-        """The arms that flags name; none where lengths or a controller decide. Raises ValueError naming the words."""
+        """Arms named by flags; none where a length or the controller decides. Raises ValueError naming the words."""
         if self.arms:
             try:
                 return parse_arms(self.arms, self.max_batch_size)
@@ -183,15 +179,15 @@ class WorkerConfig:
         return (Choice(1, self.max_batch_size, NGRAM),) if named else ()
 
     def server_security(self) -> ServerSecurity:
-        """Raises ValueError for flags that do not belong together."""
+        """Security of the Generate service. Raises ValueError for flags that exclude each other."""
         return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
 
     def http_security(self) -> ServerSecurity:
-        """As the Generate service, with a key of its own if there is one. Raises as `server_security`."""
+        """Security of the HTTP front, with a key file of its own if given. Raises as `server_security`."""
         return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.api_key_file or self.token_file)
 
     def check_listening(self) -> None:
-        """Raises ValueError for an address that must not be open to others, OSError for one that is taken."""
+        """Raises ValueError for an address that needs protection, OSError for one that is taken."""
         security = self.server_security()
         check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
         if self.metrics_listen:
@@ -209,12 +205,12 @@ class WorkerConfig:
             self.read_template()
 
     def read_template(self) -> str | None:
-        """The chat template that takes the place of the tokenizer's own. Raises ValueError where it cannot be read."""
+        """The chat template that replaces the tokenizer's. Raises ValueError if it cannot be read."""
         path = self.chat_template
         return None if path is None else read_file("--chat-template", path).decode("utf-8", errors="replace")
 
     def controller_security(self) -> ClientSecurity:
-        """How the controller is reached."""
+        """Certificates and token for the controller."""
         return ClientSecurity(
             self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file, "--controller-"
         )

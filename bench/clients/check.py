@@ -23,8 +23,9 @@ import openai
 
 from speclen.bench.clients.crowd import NUM_DISCONNECTS, NUM_STREAMS, Crowd, disconnects, streams
 from speclen.bench.clients.openai_cases import CASES
-from speclen.console.errors import UserError
-from speclen.console.processes import Child
+from speclen.bench.findings import Report
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
 
 MODEL = "bundled-pair"
 KEY = "a-key-of-this-check"
@@ -76,7 +77,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         findings = check(arguments, Path(folder))
-    print(table(findings))
+    marks = {True: "passed", False: "FAILED", None: "not run"}
+    rows = [(each.program, each.what, marks[each.passed], str(each.seconds), each.remark) for each in findings]
+    Report().table(("Program", "What", "", "s", "Remark"), rows)
     sys.exit(any(finding.passed is False for finding in findings))
 
 
@@ -151,7 +154,7 @@ def run_schemathesis(place: Place) -> list[Finding]:
 
     command = ["run", f"{place.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", *SCHEMATHESIS]
     command += ["-n", "20", "--generation-deterministic", "--request-timeout", "60", "--exclude-path", "/metrics"]
-    return [run_program("schemathesis", "schemathesis", "every route", command, place, judge)]
+    return [run_program("schemathesis", "every route", command, place, judge)]
 
 
 def run_aiperf(place: Place) -> list[Finding]:
@@ -168,7 +171,7 @@ def run_aiperf(place: Place) -> list[Finding]:
         command += ["--api-key", KEY, "--tokenizer", str(TOKENIZER), "--concurrency", "8", "--isl", "64", "--osl", "32"]
         command += ["--request-count", str(NUM_REQUESTS), "--extra-inputs", "include_metrics:true"]
         command += ["--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", "."]
-        findings.append(run_program("aiperf", "aiperf", f"{kind}, streamed", command, place, judge))
+        findings.append(run_program("aiperf", f"{kind}, streamed", command, place, judge))
     return findings
 
 
@@ -185,13 +188,12 @@ def run_guidellm(place: Place) -> list[Finding]:
         command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=32"]
         command += ["--profile", "kind=concurrent,streams=8", "--disable-progress"]
         command += ["--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
-        findings.append(run_program("guidellm", "guidellm", f"{kind}, streamed", command, place, judge))
+        findings.append(run_program("guidellm", f"{kind}, streamed", command, place, judge))
     return findings
 
 
 def run_program(
     name: str,
-    executable: str,
     what: str,
     arguments: list[str],
     place: Place,
@@ -206,7 +208,7 @@ def run_program(
     started = time.monotonic()
     # Offline it would take a folder for the name of something on the hub.
     environment = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
-    command = [str(place.envs / name / "bin" / executable), *arguments]
+    command = [str(place.envs / name / "bin" / name), *arguments]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -239,14 +241,6 @@ def install(name: str, environment: Path) -> str:
 
 def elapsed(started: float) -> float:
     return round(time.monotonic() - started, 1)
-
-
-def table(findings: list[Finding]) -> str:
-    """Markdown."""
-    marks = {True: "passed", False: "FAILED", None: "not run"}
-    lines = ["| Program | What | | s | Remark |", "|---|---|---|---|---|"]
-    lines += [f"| {f.program} | {f.what} | {marks[f.passed]} | {f.seconds} | {f.remark} |" for f in findings]
-    return "\n".join(lines)
 
 
 PROGRAMS: dict[str, Callable[[Place], list[Finding]]] = {

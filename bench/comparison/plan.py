@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,21 +11,20 @@ from typing import Any
 import grpc
 import numpy as np
 
-from speclen.bench.machine import machine
 from speclen.bench.serving.capacity import AGREE, LENGTHS, capacity, capacity_of, is_settled
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Yield, closed_loop, explain, request_of
 from speclen.bench.serving.policies import Policy, parse_policies
 from speclen.bench.serving.prompts import PromptDrawer
-from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
+from speclen.bench.serving.recipes import TRACKS, TrackRecipe, recipe_of
 from speclen.bench.serving.tracks import draw_requests
 from speclen.bench.serving.warm import WarmWorker
-from speclen.console.errors import UserError, say
+from speclen.cli.support.errors import say
+from speclen.cli.support.machine import machine
 from speclen.records import Arm
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1.control_pb2 import ContextKey
-from speclen.worker.models.devices import processor_model
 
 DRAWN_TOGETHER = 64  # requests of a mix, among which conversations go on
 
@@ -37,7 +34,7 @@ class Plan:
     """Settings, checked as far as possible before anything starts."""
 
     settings: WorkerSettings
-    track: str = setting("mixed", f"{', '.join([*SCENARIOS, *ALIASES])}; or segments.")
+    track: str = setting("mixed", f"{', '.join(TRACKS)}.")
     compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
     minutes: float = setting(15.0, "Time for the rounds.", least=0.05)
     repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
@@ -46,10 +43,8 @@ class Plan:
     profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and source of the tables.")
     visit_s: float = setting(6.0, "Seconds per visit while the capacity is measured.", least=0.2)
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
-    scale: float = setting(1.0, "Multiplies every load of the track.", least=0.01)
     capacity: float | None = setting(None, "Tokens per second that loads are shares of; default: measured.")
     seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
-    burners: int = setting(1, "Processes that take a core each, on a track that throttles.", least=1)
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -59,17 +54,12 @@ class Plan:
     @property
     def recipe(self) -> TrackRecipe:
         """Raises ValueError for a track that cannot be read."""
-        return scenario_of(self.track)
+        return recipe_of(self.track)
 
     @property
     def names(self) -> list[str]:
-        """Of the policies. Raises UserError naming one that is unknown, or that the track is not for."""
-        names = parse_policies(self.compare, self.settings.max_length)
-        if "cold" in names and not self.recipe.cold:
-            raise UserError(f"--compare cold is for the track cold, not {self.track}")
-        if self.recipe.wrong_profile and self.profile is None:
-            raise UserError(f"track {self.track} needs --profile FILE, measured on greedy text: `speclen profile run`")
-        return names
+        """Of the policies. Raises UserError naming one that is unknown."""
+        return parse_policies(self.compare, self.settings.max_length)
 
     def facts(self) -> dict[str, Any]:
         """Facts that figures depend on and that are known before anything starts."""
@@ -77,11 +67,8 @@ class Plan:
             "policies": self.names,
             "worker": {name: getattr(self.settings, name) for name in self.settings.__slots__},
             "profile": None if self.profile is None else self.profile.name,
-            "profile_sha256": None if self.profile is None else digest_of(self.profile),
             "seed": self.seed,
-            "scale": self.scale,
             "learn_s": self.learn_s,
-            "processor": processor_model(),
         }
 
 
@@ -127,20 +114,10 @@ class Visitor:
 
     def _requests(self) -> Iterator[pb.GenerateRequest]:
         """Requests of all kinds that the track has."""
-        rng, mixes = np.random.default_rng([self._plan.seed, 1_000_000]), self._plan.recipe.mixes
+        rng = np.random.default_rng([self._plan.seed, 1_000_000])
         while True:
-            drawn = [draw_requests(rng, np.zeros(DRAWN_TOGETHER), mix) for mix in mixes]
-            for each in itertools.chain.from_iterable(zip(*drawn, strict=True)):
-                prompt = self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed)
-                yield request_of(each, prompt)
-
-
-def digest_of(path: Path) -> str:
-    """Of a profile, whose name says little. Raises UserError naming the file."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
+            for each in draw_requests(rng, np.zeros(DRAWN_TOGETHER), self._plan.recipe.mix):
+                yield request_of(each, self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed))
 
 
 def load_tokenizer(target: str) -> Any:

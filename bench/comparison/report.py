@@ -54,14 +54,12 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
-    found = list(document["notes"])
-    for one in document["outputs"]:
-        told = f"outputs: {one['num_same']} of {one['num_compared']} equal the first policy's in every token"
-        if one["num_same"] < one["num_compared"]:
-            told += f"; of the others {one['num_examined']} were examined, all are ties "
-            told += f"(at most {one['worst_miss_logits']:.2g} logits)"
-        found.append(told)
-    return found
+    one = document["outputs"]
+    told = f"outputs: {one['num_same']} of {one['num_compared']} equal the first policy's in every token"
+    if one["num_same"] < one["num_compared"]:
+        told += f"; of the others {one['num_examined']} were examined, all are ties "
+        told += f"(at most {one['worst_miss_logits']:.2g} logits)"
+    return [*document["notes"], told]
 
 
 def figure_table(title: str, columns: Sequence[Column], comparison: Comparison) -> Table:
@@ -92,9 +90,6 @@ def print_ratios(comparison: Comparison, console: Console) -> None:
     for name in others:
         cells = ratio_cells(comparison.ratio(first, name))
         table.add_row(f"{name} (best fixed)" if name == best else name, *cells)
-    for name in comparison.policies:
-        if "cold" in comparison.policies and name != "cold":
-            table.add_row(f"cold against {name}, once settled", *ratio_cells(comparison.ratio("cold", name, True)))
     console.print(table)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, ratio_of_sums
-from speclen.bench.serving.block import Bin, BlockFigures
+from speclen.bench.serving.block import BlockFigures
 
 DROP_BEHIND = 1.05  # a length whose whole interval is over so many times the best one's latency is served no longer
 
@@ -60,23 +60,14 @@ class Comparison:
     def active(self) -> list[str]:
         return [name for name in self.policies if name not in self.dropped]
 
-    def pairs(self, policy: str, reference: str, settled: bool = False) -> tuple[list[float], list[float]]:
-        """Latency sums of the blocks that both served without failure; settled: of the requests that came late enough."""
+    def ratio(self, policy: str, reference: str) -> Ratio:
+        """Of the blocks that both served without failure."""
         above, below = [], []
         for one in self.rounds:
             a, b = one.blocks.get(policy), one.blocks.get(reference)
-            if a is None or b is None or a.num_failed or b.num_failed:
-                continue
-            first, second = (
-                (a.settled_latency_sum_s, b.settled_latency_sum_s) if settled else (a.latency_sum_s, b.latency_sum_s)
-            )
-            if first and second:
-                above.append(first)
-                below.append(second)
-        return above, below
-
-    def ratio(self, policy: str, reference: str, settled: bool = False) -> Ratio:
-        above, below = self.pairs(policy, reference, settled)
+            if a and b and not (a.num_failed or b.num_failed):
+                above.append(a.latency_sum_s)
+                below.append(b.latency_sum_s)
         return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
 
     def mean_latency_s(self, policy: str) -> float | None:
@@ -191,25 +182,12 @@ def run_rounds(
 
 
 def to_rows(rounds: Iterable[Round]) -> list[dict[str, Any]]:
-    """Rounds as plain values. The course of a block, by seconds, is a list of numbers in the order of `Bin`'s fields."""
+    """Rounds as plain values."""
     rows = []
     for one in rounds:
-        blocks = {}
-        for name, block in one.blocks.items():
-            values = asdict(block)
-            values["bins"] = [[round(value, 4) for value in asdict(each).values()] for each in block.bins]
-            blocks[name] = {key: round(v, 5) if isinstance(v, float) else v for key, v in values.items()}
+        blocks = {
+            name: {key: round(v, 5) if isinstance(v, float) else v for key, v in asdict(block).items()}
+            for name, block in one.blocks.items()
+        }
         rows.append({"number": one.number, "order": list(one.order), "blocks": blocks})
     return rows
-
-
-def from_rows(rows: Iterable[dict[str, Any]]) -> list[Round]:
-    """The inverse of `to_rows`. Raises TypeError or KeyError for something else."""
-    found = []
-    for row in rows:
-        blocks = {
-            name: BlockFigures(**{**values, "bins": tuple(Bin(*numbers) for numbers in values["bins"])})
-            for name, values in row["blocks"].items()
-        }
-        found.append(Round(row["number"], tuple(row["order"]), blocks))
-    return found

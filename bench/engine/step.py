@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from rich.progress import track
 from rich.table import Column, Table
 from transformers.utils import logging as transformers_logging
 
-from speclen.bench.engine.bandwidth import read_bytes_per_s
-from speclen.bench.engine.cells import Work, cell, memory, ratios
 from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
-from speclen.bench.machine import machine
-from speclen.bench.spread import spread
-from speclen.console.errors import UserError
-from speclen.console.flags import flags_from
+from speclen.bench.spread import Spread, figure, ratio, spread
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.files import write_whole
+from speclen.cli.support.flags import flags_from, ranges
+from speclen.cli.support.machine import machine
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair
@@ -32,6 +31,7 @@ from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
 
 ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
+MS = ("step_ms", "draft_ms", "verify_ms", "other_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,23 @@ class Settings:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One thing to time: an engine at a length, `generate`, or assisted generation at a length (None: its default).
+
+    kind: of an engine its backend, else "generate" or "assisted".
+    """
+
+    kind: str
+    batch_size: int
+    length: int | None = None
+
+
 @flags_from(WorkerConfig, "target", "draft", "device", "dtype", "weights")
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
-    batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
-    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, separated by commas; 0 is always measured."),
+    batch_sizes: str = typer.Option("1,4,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
+    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, likewise; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
@@ -69,8 +81,8 @@ def step(
     """
     settings = Settings(
         tuple(backend.split(",")),
-        numbers("--batch-sizes", batch_sizes, 1, 4096),
-        tuple(sorted({0, *numbers("--lengths", lengths, 0, 64)})),
+        ranges("--batch-sizes", batch_sizes, 1, 4096),
+        tuple(sorted({0, *ranges("--lengths", lengths, 0, 64)})),
         prompt_tokens,
         new_tokens,
         repeats,
@@ -84,29 +96,13 @@ def step(
         result = measure(pair, settings, source, baselines)
     except ValueError as error:
         raise UserError(str(error)) from error
-    present(result, as_json, out)
-
-
-def present(result: dict[str, Any], as_json: bool, out: Path | None) -> None:
-    """Print the result, and write it to the file if there is one."""
     text = json.dumps(result, indent=2)
     if out is not None:
-        out.write_text(text + "\n")
+        write_whole(out, text)
     if as_json:
         print(text)
     else:
         show(result)
-
-
-def numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Ascending whole numbers of a comma-separated list. Raises UserError naming the flag."""
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,4,16") from None
-    if values[0] < least or values[-1] > most:
-        raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
-    return tuple(values)
 
 
 def check(settings: Settings, pair: ModelPair) -> None:
@@ -121,45 +117,58 @@ def check(settings: Settings, pair: ModelPair) -> None:
 
 def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines: bool) -> dict[str, Any]:
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
-    baseline = TransformersBaseline(pair) if baselines else None
     engines = {
         backend: EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1], backend=backend)
         for backend in settings.backends
     }
-    works = list(all_works(settings, baseline is not None and baseline.draft is not None, baseline is not None))
+    run = Runner(engines, TransformersBaseline(pair) if baselines else None)
+    works = list(all_works(settings, baselines, baselines and pair.draft is not None))
     rates: dict[Work, list[float]] = defaultdict(list)
     steps: dict[Work, list[TimedStep]] = defaultdict(list)
-    prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
-
-    def run(work: Work, new_tokens: int) -> tuple[float, list[TimedStep]]:
-        batch = prompts[: work.batch_size]
-        if work.kind in engines:
-            assert work.length is not None
-            done = engines[work.kind].run(batch, new_tokens, work.length)
-            return done.seconds, done.steps
-        assert baseline is not None
-        if work.kind == "generate":
-            return baseline.generate(batch, new_tokens), []
-        return baseline.assisted(batch, new_tokens, work.length), []
-
-    bandwidths = []
-    transformers_logging.set_verbosity_error()  # generate warns about its own internal calls
-    for work in progress(works, "warming up"):
-        run(work, min(8, settings.new_tokens))
     order = random.Random(settings.seed)
-    for repeat in range(settings.repeats):
+    transformers_logging.set_verbosity_error()  # generate warns about its own internal calls
+    for repeat in range(settings.repeats + 1):
         prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
-        if pair.device.type == "cpu":
-            bandwidths.append(read_bytes_per_s())
-        for work in progress(order.sample(works, len(works)), f"repeat {repeat + 1} of {settings.repeats}"):
-            seconds, timed = run(work, settings.new_tokens)
-            rates[work].append(work.batch_size * settings.new_tokens / seconds)
-            steps[work] += timed
-    result = summary(pair, settings, {name: one.engine.backend for name, one in engines.items()}, works, rates, steps)
-    return result | ({"memory": memory(pair.target, bandwidths, result["cells"])} if bandwidths else {})
+        title = f"repeat {repeat} of {settings.repeats}" if repeat else "warming up"
+        for work in progress(order.sample(works, len(works)), title):
+            new_tokens = settings.new_tokens if repeat else min(8, settings.new_tokens)
+            seconds, timed = run(work, prompts[: work.batch_size], new_tokens)
+            if repeat:
+                rates[work].append(work.batch_size * new_tokens / seconds)
+                steps[work] += timed
+    plain = {work.batch_size: rates[work] for work in works if (work.kind, work.length) == (settings.backends[0], 0)}
+    return {
+        "target": pair.target_name,
+        "draft": pair.draft_name,
+        "dtype": str(pair.dtype).removeprefix("torch."),
+        "weights": pair.weights,
+        "machine": machine(pair.device),
+        "settings": asdict(settings),
+        "backends": {name: one.engine.backend for name, one in engines.items()},
+        "cells": [cell(work, rates[work], plain[work.batch_size], steps[work]) for work in works],
+    }
 
 
-def all_works(settings: Settings, assisted: bool, generate: bool) -> Iterator[Work]:
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """The engines by backend, and transformers, as things to time."""
+
+    engines: dict[str, EngineBench]
+    baseline: TransformersBaseline | None
+
+    def __call__(self, work: Work, prompts: list[tuple[int, ...]], new_tokens: int) -> tuple[float, list[TimedStep]]:
+        """Seconds of the whole batch, and the engine's steps."""
+        if work.kind in self.engines:
+            assert work.length is not None
+            done = self.engines[work.kind].run(prompts, new_tokens, work.length)
+            return done.seconds, done.steps
+        assert self.baseline is not None
+        if work.kind == "generate":
+            return self.baseline.generate(prompts, new_tokens), []
+        return self.baseline.assisted(prompts, new_tokens, work.length), []
+
+
+def all_works(settings: Settings, generate: bool, assisted: bool) -> Iterator[Work]:
     for batch_size in settings.batch_sizes:
         for length in settings.lengths:
             yield from (Work(backend, batch_size, length) for backend in settings.backends)
@@ -169,34 +178,40 @@ def all_works(settings: Settings, assisted: bool, generate: bool) -> Iterator[Wo
         yield from (Work("assisted", 1, length) for length in ASSISTED_LENGTHS)
 
 
-def progress(works: list[Any], title: str) -> Iterator[Any]:
+def progress(works: list[Work], title: str) -> Iterator[Work]:
     yield from track(works, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def summary(
-    pair: ModelPair,
-    settings: Settings,
-    versions: dict[str, str],
-    works: list[Work],
-    rates: dict[Work, list[float]],
-    steps: dict[Work, list[TimedStep]],
-) -> dict[str, Any]:
-    return {
-        "target": pair.target_name,
-        "draft": pair.draft_name,
-        "dtype": str(pair.dtype).removeprefix("torch."),
-        "weights": pair.weights,
-        "machine": machine(pair.device),
-        "settings": asdict(settings),
-        "backends": versions,
-        "cells": [cell(work, rates[work], steps[work]) for work in works if work.is_engine],
-        "baselines": [
-            {"what": str(work), "batch_size": work.batch_size, "tokens_per_s": asdict(spread(rates[work]))}
-            for work in works
-            if not work.is_engine
-        ],
-        "ratios": [{"what": what, **asdict(value)} for what, value in ratios({work: rates[work] for work in works})],
+def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedStep]) -> dict[str, Any]:
+    """Throughput over the repeats, and mean step time with its parts over all steps at full batch size.
+
+    plain: tokens per second of the first backend at length 0, repeat by repeat.
+    """
+    row: dict[str, Any] = {
+        "kind": work.kind,
+        "batch_size": work.batch_size,
+        "speculation_length": work.length,
+        "tokens_per_s": asdict(spread(rates)),
+        "over_length_0": asdict(ratio(rates, plain)),
+        "num_steps": len(steps),
     }
+    if not steps:
+        return row
+    sequences = sum(timed.record.batch_size for timed in steps)
+    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.record.accepted_histogram))
+    row["tokens_per_step"] = 1 + accepted / sequences
+    row["step_ms"] = mean_ms(steps, lambda timed: timed.record.latency_s)
+    # A server's throughput, which replaces finished sequences; tokens_per_s also has the tail of a fixed set of prompts.
+    row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
+    if steps[0].draft_s is not None:
+        row["draft_ms"] = mean_ms(steps, lambda timed: timed.draft_s or 0.0)
+        row["verify_ms"] = mean_ms(steps, lambda timed: timed.verify_s or 0.0)
+        row["other_ms"] = row["step_ms"] - row["draft_ms"] - row["verify_ms"]
+    return row
+
+
+def mean_ms(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
+    return 1e3 * sum(value(timed) for timed in steps) / len(steps)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -205,40 +220,12 @@ def show(result: dict[str, Any]) -> None:
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
         f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
-    columns = ["tokens/s", "least", "most", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
-        tokens = f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else "-"
-        parts = [format_ms(row.get(key)) for key in ("step_ms", "draft_ms", "verify_ms", "other_ms")]
-        full = f"{row['full_batch_tokens_per_s']:.0f}" if "full_batch_tokens_per_s" in row else "-"
-        table.add_row(
-            row["backend"],
-            str(row["batch_size"]),
-            str(row["speculation_length"]),
-            *format_rate(row),
-            full,
-            tokens,
-            *parts,
-        )
-    for row in result["baselines"]:
-        what, _, length = row["what"].partition(", length ")
-        table.add_row(what, str(row["batch_size"]), length, *format_rate(row))
+        length = row["speculation_length"]
+        where = (row["kind"], str(row["batch_size"]), "-" if length is None else str(length))
+        rates = (str(Spread(**row["tokens_per_s"])), figure(row["over_length_0"]["median"]))
+        values = (figure(row[k]) if k in row else "-" for k in ("full_batch_tokens_per_s", "tokens_per_step", *MS))
+        table.add_row(*where, *rates, *values)
     console.print(table)
-    for row in result["ratios"]:
-        console.print(f"{row['what']}: {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
-    if found := result.get("memory"):
-        over = ", ".join(f"{backend} {share:.2f}" for backend, share in found["pass_over_least"].items())
-        console.print(
-            f"a pass reads {found['weight_mb_per_pass']:.0f} MB of the target's weights, memory gives "
-            f"{found['read_gb_per_s']['median']:.1f} GB/s: {found['least_pass_ms']:.2f} ms at least; "
-            f"a pass over one row takes that times {over or '-'}"
-        )
-
-
-def format_rate(row: dict[str, Any]) -> list[str]:
-    rate = row["tokens_per_s"]
-    return [f"{rate[key]:.0f}" for key in ("median", "low", "high")]
-
-
-def format_ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -1,1 +1,1 @@
-"""Load of a controller by the number of workers that report to it."""
+"""Load of a controller by simulated workers: the most that it takes, and fleets of several sizes."""

@@ -21,9 +21,9 @@ import torch
 from speclen.bench.engine.run import EngineBench
 from speclen.bench.gpu.checks import run_checks
 from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass, time_prompt
-from speclen.bench.machine import machine, provenance
-from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.recording import RerunRecorder
+from speclen.cli.support.machine import machine, provenance
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.recording import RerunRecorder
 from speclen.worker.models.loading import load_pair
 
 PROMPT_TOKENS = (10, 130, 250)  # of the prompts whose passes are timed

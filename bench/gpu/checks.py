@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from speclen.records import Arm, StepRecord
-from speclen.worker.backends.captured_model import CapturedModel
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.launched import LaunchedStep
@@ -76,7 +76,7 @@ def ragged(source: PromptSource, num: int) -> tuple[list[Prompt], list[int]]:
 
 @torch.inference_mode()
 def widest_miss(model: object, prompt: Prompt, output: Sequence[int], device: torch.device) -> float:
-    """How far below the target's own choice a token of the output lies at most, in logits."""
+    """Largest gap in logits between the target's own choice and a token of the output."""
     ids = torch.tensor([[*prompt, *output]], device=device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # type: ignore[operator]
     chosen = logits.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]

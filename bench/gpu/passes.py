@@ -1,4 +1,4 @@
-"""How near single passes come to what the device's memory allows."""
+"""Time single passes beside what the device's memory bandwidth allows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
+from speclen.worker.backends.torch.cached_model import CachedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from speclen.bench.gpu.parts import Part, run_parts
 from speclen.bench.gpu.picture import as_table, draw, own_rates
-from speclen.bench.machine import provenance
+from speclen.cli.support.machine import provenance
 
 # What serving needs beyond torch and transformers.
 NEEDED = ("grpc", "grpc_health", "typer", "structlog", "prometheus_client", "sqlite_utils")

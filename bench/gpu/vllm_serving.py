@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.machine import provenance
-from speclen.console.files import write_whole
+from speclen.cli.support.files import write_whole
+from speclen.cli.support.machine import provenance
 
 POLICIES = ("adaptive", "none", "fixed:1", "fixed:3", "fixed:5", "fixed:8")
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
@@ -56,7 +56,7 @@ def main() -> int:
     until = time.monotonic() + options.seconds - END_S
     from speclen.bench.gpu.vllm_engine import DRY, FULL, make_engine, set_environment  # here, since they take seconds
     from speclen.bench.serving.deployment import free_address
-    from speclen.console.processes import Child
+    from speclen.cli.support.processes import Child
 
     models, address, log = DRY if options.dry_run else FULL, free_address(), options.out.with_suffix(".controller.log")
     arguments = ["controller", "--listen", address, "--db", str(options.out.with_suffix(".db"))]
@@ -97,7 +97,7 @@ def serve(bench: Bench, until: float, out: Path) -> None:
 
 
 def compare_outputs(bench: Bench) -> dict[str, int]:
-    """How many greedy outputs equal those at a fixed length of 3, by policy; in 16 bits lengths break ties in their ways."""
+    """Count greedy outputs equal to those at length 3, by policy; in 16 bits, lengths break ties differently."""
     expected = bench.outputs("fixed:3")
     found = {policy: sum(a == b for a, b in zip(bench.outputs(policy), expected, strict=True)) for policy in POLICIES}
     print(f"greedy outputs equal to those at length 3, of {NUM_CHECKED}: {found}", flush=True)

@@ -1,21 +1,16 @@
-"""A controller and a worker for one policy: started fresh, so that nothing is left of what was before."""
+"""Settings of a worker that is measured, and the start of its controller."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 
-from speclen.bench.profile.document import read_document
-from speclen.bench.profile.importing import send
-from speclen.console.client import Client
-from speclen.console.processes import Child
+from speclen.cli.profile.document import read_document
+from speclen.cli.profile.importing import send
+from speclen.cli.support.client import Client
 from speclen.records import ContextKey
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 
@@ -24,24 +19,8 @@ STOP_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """One policy on processes of its own.
-
-    policy: the worker's --policy. profile: what the worker starts from. seeded: the controller gets that profile, too.
-    """
-
-    policy: str
-    profile: Path | None = None
-    seeded: bool = False
-
-    @property
-    def learns(self) -> bool:
-        return self.policy == "adaptive"
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker that is measured is started."""
+    """Settings of the worker under test."""
 
     target: str
     draft: str
@@ -53,75 +32,10 @@ class WorkerSettings:
     backend: str = "auto"
     max_cached_tokens: int | None = None  # None: a worker's default
 
-    def arguments(self) -> list[str]:
-        return [
-            *("--target", self.target, "--draft", self.draft, "--device", self.device, "--dtype", self.dtype),
-            *("--max-batch-size", str(self.max_batch_size), "--max-length", str(self.max_length)),
-            # A track may burst far above capacity; what waits is part of the measurement, what is refused is not.
-            *("--threads", str(self.threads), "--backend", self.backend, "--max-waiting", "100000"),
-            *(() if self.max_cached_tokens is None else ("--max-cached-tokens", str(self.max_cached_tokens))),
-        ]
-
     def as_config(self) -> dict[str, str | int]:
-        """The same as settings of a worker's configuration."""
+        """The same as settings of a worker's configuration. Requests that wait are measured, and none is refused."""
         known = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
         return known | {"max_waiting": 100_000}
-
-
-@dataclass(slots=True)
-class Deployment:
-    """One controller and one worker for the length of a `with` block; logs and database go with it."""
-
-    contender: Contender
-    settings: WorkerSettings
-    folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
-    children: list[Child] = field(default_factory=list)
-
-    def __enter__(self) -> Deployment:
-        try:
-            controller = self._start_controller()
-            self._start_worker(controller)
-            if self.contender.seeded:
-                assert self.contender.profile is not None
-                seed_controller(controller, self.worker.address, self.contender.profile)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    @property
-    def worker(self) -> Child:
-        return self.children[-1]
-
-    def stop(self) -> None:
-        for child in reversed(self.children):
-            child.stop(STOP_TIMEOUT_S)
-        self.folder.cleanup()
-
-    def _start_controller(self) -> str:
-        address = free_address()
-        arguments = ["controller", "--listen", address, "--data-dir", self.folder.name]
-        self._start(Child("controller", arguments, address, Path(self.folder.name) / "controller.log"))
-        return address
-
-    def _start_worker(self, controller: str) -> None:
-        address = free_address()
-        arguments = ["worker", "--listen", address, "--controller", controller, "--policy", self.contender.policy]
-        if self.contender.profile is not None:
-            arguments += ["--profile", str(self.contender.profile)]
-        log_file = Path(self.folder.name) / "worker.log"
-        self._start(Child("worker", [*arguments, *self.settings.arguments()], address, log_file))
-
-    def _start(self, child: Child) -> None:
-        child.takes_settings = False
-        self.children.append(child)
-        child.start()
-        child.wait_until_serving(START_TIMEOUT_S)
 
 
 def seed_controller(controller: str, worker: str, profile: Path) -> None:
@@ -141,8 +55,3 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def start_burner() -> subprocess.Popen[bytes]:
-    """A process that keeps one core busy until it is killed."""
-    return subprocess.Popen([sys.executable, "-c", "while True: pass"], stdin=subprocess.DEVNULL)

@@ -41,7 +41,6 @@ class RequestOutcome:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_tokens: int = 0
-    num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str = ""
@@ -94,7 +93,6 @@ def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now:
     outcome.num_tokens = len(complete.output_ids)
     outcome.output_ids = tuple(complete.output_ids)
     stats = complete.speculation
-    outcome.num_steps = stats.num_steps
     outcome.num_draft_tokens = stats.num_draft_tokens
     outcome.num_accepted_tokens = stats.num_accepted_tokens
     if outcome.num_tokens < num_tokens:
@@ -103,33 +101,10 @@ def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now:
         outcome.finished_s = now
 
 
-@dataclass(slots=True)
-class Progress:
-    """Counts for the live display while a track runs."""
-
-    num_sent: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    latency_sum_s: float = 0.0
-
-    def add(self, outcome: RequestOutcome) -> None:
-        if outcome.error:
-            self.num_failed += 1
-            return
-        self.num_finished += 1
-        self.latency_sum_s += outcome.latency_s
-
-    def __str__(self) -> str:
-        mean = f", mean latency {self.latency_sum_s / self.num_finished:.2f} s" if self.num_finished else ""
-        failed = f", {self.num_failed} FAILED" if self.num_failed else ""
-        return f"{self.num_sent} sent, {self.num_finished} finished{failed}{mean}"
-
-
 async def open_loop(
     address: str,
     arrivals: Sequence[Arrival],
     prompts: Sequence[Prompt],
-    progress: Progress,
     timeout_s: float = REQUEST_TIMEOUT_S,
     at_once: int | None = None,
 ) -> list[RequestOutcome]:
@@ -159,9 +134,7 @@ async def open_loop(
             num_tokens = 1 if arrival.ends_itself else arrival.output_tokens
             request = request_of(arrival, prompts[outcome.index])
             outcome.sent_s = clock()
-            progress.num_sent += 1
             await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
-            progress.add(outcome)
 
         async with asyncio.TaskGroup() as group:
             for outcome in outcomes:

@@ -7,20 +7,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.records import PLAIN, Arm, Limits, parse_arm
 from speclen.worker.profiling.file import table_from_file
 
 Table = tuple[Arm, ...]  # the arm of every batch size, that of 1 first
-LEARNING = ("adaptive", "cold")
-TABLES = ("none", "n-gram", "profile")
+KNOWN = ("adaptive", "none", "n-gram", "profile")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One policy: `adaptive`, `cold` (which begins every block with an empty database), or a table that never changes.
+    """One policy: `adaptive`, or a table that never changes.
 
-    table: None for those that learn.
+    table: None for the one that learns.
     """
 
     name: str
@@ -48,10 +47,9 @@ def expand(name: str) -> list[str]:
 
 
 def _check(name: str, max_length: int) -> None:
-    known = (*LEARNING, *TABLES)
-    if name not in known and not is_arm(name, max_length):
+    if name not in KNOWN and not is_arm(name, max_length):
         raise UserError(
-            f"--compare {name!r} is unknown: use {', '.join(known)}, fixed:0 to fixed:{max_length}, or an arm such as "
+            f"--compare {name!r} is unknown: use {', '.join(KNOWN)}, fixed:0 to fixed:{max_length}, or an arm such as "
             "n-gram else draft 3"
         )
 
@@ -72,7 +70,7 @@ def arm_of(name: str) -> Arm:
 
 def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None) -> Policy:
     """The policy of that name. Raises UserError when it lacks the profile that it needs."""
-    if name in LEARNING:
+    if name == "adaptive":
         return Policy(name)
     if name != "profile":
         return Policy(name, (PLAIN if name == "none" else arm_of(name),) * max_batch_size)

@@ -1,4 +1,4 @@
-"""Kinds of prompts: completions, edits of a file, extraction and quotes from a text, conversations, prose, noise.
+"""Kinds of prompts: completions, edits of a file, extraction and quotes from a text, conversations, prose.
 
 All text comes with Python itself, so that every machine with the same Python draws the same prompts: source files that the
 bundled pair did not see in training, and Python's reference manual. The bundled models follow no instructions, so each
@@ -8,7 +8,6 @@ extracted stands in an `__all__`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from speclen.bench.serving import chat
 from speclen.bench.serving.tracks import FIRST_TURN_TOKENS, MAX_TURNS, TURN_TOKENS, Arrival
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
-NOISE_TEXTS = 64
 HEAD_TOKENS = 12  # of the file or sentence that is to be repeated: enough to know which
 CONVERSATION_TOKENS = FIRST_TURN_TOKENS + MAX_TURNS * TURN_TOKENS
 
@@ -28,13 +26,7 @@ def prose_texts() -> list[str]:
     return list(topics.values())
 
 
-def noise_texts() -> list[str]:
-    """Letters, digits and spaces at random: nothing to learn, and nothing to predict."""
-    rng = random.Random(0)
-    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789  ", k=2000)) for _ in range(NOISE_TEXTS)]
-
-
-TEXTS: dict[str, Callable[[], list[str]]] = {"code": held_out_texts, "prose": prose_texts, "noise": noise_texts}
+TEXTS: dict[str, Callable[[], list[str]]] = {"code": held_out_texts, "prose": prose_texts}
 # kind: text that it is about, what stands between that and the answer, whether the answer's first tokens are given
 ASKED_OF_TEXTS = {
     "edit": ("code", "\n\n\n# The same, with another name:\n", True),

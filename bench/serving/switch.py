@@ -60,7 +60,7 @@ def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
 
 @dataclass(slots=True)
 class Desk:
-    """Opens, uses and closes policies, one command a line. Every answer is one line, too."""
+    """Opens and uses policies, one command a line. Every answer is one line, too."""
 
     config: WorkerConfig
     front: AsyncEngine
@@ -84,7 +84,6 @@ class Desk:
             "table": self.open_table,
             "learning": self.open_learning,
             "use": self.use,
-            "close": self.close,
         }
         await verbs[command["do"]](command)
 
@@ -122,20 +121,11 @@ class Desk:
             if model is not None:
                 model.pool.forget()
 
-    async def close(self, command: Command) -> None:
-        """Forget a policy, and end its control client. Raises PartFailedError where that had ended by itself."""
-        name = command["name"]
-        del self.choosers[name]
-        task = self.clients.pop(name, None)
-        if task is not None:
-            check_runs(name, task)
-            task.cancel()
-            await asyncio.wait([task])
-
     async def close_all(self) -> None:
-        for name in list(self.choosers):
-            with contextlib.suppress(PartFailedError):  # nothing is measured any more
-                await self.close({"name": name})
+        """End the control clients; nothing is measured any more."""
+        for task in self.clients.values():
+            task.cancel()
+        await asyncio.gather(*self.clients.values(), return_exceptions=True)
 
     def _is_idle(self) -> bool:
         load = self.front.engine.load()

@@ -1,4 +1,4 @@
-"""Traffic to serve: when requests arrive, what they ask, and what happens to the machine meanwhile.
+"""Traffic to serve: when requests arrive, and what they ask.
 
 A track is a recipe for blocks of some seconds. Every policy serves the same block before the next one is drawn, so that
 what the machine does in a minute falls on all of them; the next block follows the same recipe from another seed.
@@ -7,12 +7,11 @@ what the machine does in a minute falls on all of them; the next block follows t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speclen.bench.serving.recipes import ALIASES, MEAN_OUTPUT_TOKENS, Mix, Segment, TrackRecipe, scenario_of
+from speclen.bench.serving.recipes import ALTERNATING, MEAN_OUTPUT_TOKENS, Mix, TrackRecipe, recipe_of
 
 # Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a block by much.
 OUTPUT_SIGMA = 0.6
@@ -20,14 +19,12 @@ OUTPUT_RANGE = (8, 192)
 PROMPT_TOKENS = {
     "code": (24, 40, 64, 96),
     "prose": (24, 40, 64, 96),
-    "noise": (24, 40, 64, 96),
     "edit": (96, 128, 160),
     "extract": (96, 128, 192),
     "quote": (96, 128, 160),
 }
 # A conversation's next turn sends all of it again, and as many tokens more.
 FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
-GRID_POINTS = 2001  # for turning a ramp into arrival times: finer than any gap that matters
 # Of a closed loop: about as many seconds of work at every number at a time, and long against its end, when rows are few.
 CLOSED_REQUESTS, CLOSED_REQUESTS_PER_ROW = 16, 4
 MAX_ARRIVALS = 100_000
@@ -56,54 +53,40 @@ class Arrival:
 class Block:
     """Arrivals in order of time, all before duration_s. number: of the round that it is drawn for.
 
-    throttle_at_s: when another process takes a core. at_once: requests at a time, whatever at_s says; None: any number.
+    at_once: requests at a time, whatever at_s says; None: any number.
     """
 
     track: str
     number: int
     duration_s: float
     arrivals: tuple[Arrival, ...]
-    throttle_at_s: float | None = None
     at_once: int | None = None
 
 
 def make_block(
-    track: str,
-    capacity_tokens_per_s: float,
-    number: int = 0,
-    seed: int = 0,
-    duration_s: float | None = None,
-    scale: float = 1.0,
+    track: str, capacity_tokens_per_s: float, number: int = 0, seed: int = 0, duration_s: float | None = None
 ) -> Block:
-    """Draw a block. scale multiplies every load; duration_s stretches or shortens the segments alike.
+    """Draw a block. duration_s stretches or shortens the recipe's stretches alike.
 
     Raises ValueError for an unknown track, a capacity or duration that is not positive, or a block without arrivals.
     """
-    recipe = scenario_of(track)
+    recipe = recipe_of(track)
     seconds = recipe.block_s if duration_s is None else duration_s
-    for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds), ("scale", scale)):
+    for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the {what} of a track must be positive, not {value:g}")
     if recipe.at_once:
-        if scale != 1.0:
-            raise ValueError(f"track {track} has no load that --scale {scale:g} could multiply: leave it out")
         return closed_block(track, recipe, number, seed, seconds)
-    rate = scale * capacity_tokens_per_s
-    expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 / s.mix.mean_tokens for s in recipe.segments)
+    rate = capacity_tokens_per_s / recipe.mix.mean_tokens
+    expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
-        raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --scale or --block-s")
-    factor = recipe.burstiness[number % len(recipe.burstiness)]
+        raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --capacity or --block-s")
     # Bursty traffic may leave a short block empty, which would say nothing: then it is drawn again.
     for attempt in range(MAX_DRAWS):
         rng = np.random.default_rng([seed, number, attempt])
-        if arrivals := draw_arrivals(rng, recipe.segments, rate, seconds, factor):
-            break
-    else:
-        raise ValueError(
-            f"no request arrives in {seconds:g} s at this load: use a longer --block-s or a larger --scale"
-        )
-    throttle = None if recipe.throttle_share is None else recipe.throttle_share * seconds
-    return Block(ALIASES.get(track, track), number, seconds, tuple(arrivals), throttle)
+        if arrivals := draw_arrivals(rng, recipe, rate, seconds, number):
+            return Block(track, number, seconds, tuple(arrivals))
+    raise ValueError(f"no request arrives in {seconds:g} s at this load: use a longer --block-s")
 
 
 def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, seconds: float) -> Block:
@@ -111,37 +94,31 @@ def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, second
     at_once = recipe.at_once[number % len(recipe.at_once)]
     wanted = (CLOSED_REQUESTS + CLOSED_REQUESTS_PER_ROW * at_once) * seconds / recipe.block_s
     times = np.zeros(min(MAX_ARRIVALS, max(at_once, round(wanted))))
-    arrivals = draw_requests(np.random.default_rng([seed, number]), times, recipe.segments[0].mix)
-    return Block(track, number, seconds, tuple(arrivals), at_once=at_once)
+    arrivals = draw_requests(np.random.default_rng([seed, number]), times, recipe.mix)
+    return Block(track, number, seconds, tuple(arrivals), at_once)
 
 
 def draw_arrivals(
-    rng: np.random.Generator, segments: Sequence[Segment], rate: float, seconds: float, burstiness: float
+    rng: np.random.Generator, recipe: TrackRecipe, rate: float, seconds: float, number: int
 ) -> list[Arrival]:
-    """rate: tokens per second at a load of 1."""
+    """rate: requests per second at a load of 1."""
     arrivals: list[Arrival] = []
-    start, turns = 0.0, Conversations(rng)
-    for segment in segments:
-        length = segment.share * seconds
-        cv = segment.cv * burstiness
-        requests = rate / segment.mix.mean_tokens
-        times = start + arrival_times(rng, requests * segment.load, requests * segment.load_end, length, cv)
-        arrivals.extend(draw_requests(rng, times, segment.mix, turns))
-        start += length
+    start, turns, cv = 0.0, Conversations(rng), recipe.burstiness[number % len(recipe.burstiness)]
+    for share, load in ALTERNATING:
+        times = start + arrival_times(rng, rate * load, share * seconds, cv)
+        arrivals.extend(draw_requests(rng, times, recipe.mix, turns))
+        start += share * seconds
     return arrivals
 
 
-def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length_s: float, cv: float) -> np.ndarray:
-    """Times in [0, length_s) of a gamma renewal process whose rate goes linearly from rate to rate_end per second.
+def arrival_times(rng: np.random.Generator, rate: float, length_s: float, cv: float) -> np.ndarray:
+    """Times in [0, length_s) of a gamma renewal process of that rate per second.
 
-    Drawn at rate 1 in the time scale of the integrated rate, then mapped back, so that a ramp keeps its burstiness. It has
-    been going on for long when the stretch begins, so that the rate is kept from the start: of the gap that is under way
-    then, which is a long one the more often the longer it is, any part may be over. Had an arrival just come, a short
-    stretch of bursty traffic would have a burst in it, however low its rate.
+    It has been going on for long when the stretch begins, so that the rate is kept from the start: of the gap that is
+    under way then, which is a long one the more often the longer it is, any part may be over. Had an arrival just come, a
+    short stretch of bursty traffic would have a burst in it, however low its rate.
     """
-    expected = (rate + rate_end) / 2 * length_s
-    if expected <= 0:
-        return np.zeros(0)
+    expected = rate * length_s
     total = float(rng.random() * rng.gamma(1 / cv**2 + 1, cv**2))
     gaps = [np.array([total])]
     while total < expected:
@@ -149,10 +126,8 @@ def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length
         gaps.append(drawn)
         total += float(drawn.sum())
     passed = np.cumsum(np.concatenate(gaps))
-    passed = passed[passed < expected]
-    grid = np.linspace(0.0, length_s, GRID_POINTS)
-    integrated = rate * grid + (rate_end - rate) * grid**2 / (2 * length_s)
-    return np.interp(passed, integrated, grid)
+    times: np.ndarray = passed[passed < expected] / rate
+    return times
 
 
 def draw_requests(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import subprocess
@@ -24,9 +23,9 @@ from speclen.bench.serving.deployment import (
     seed_controller,
 )
 from speclen.bench.serving.policies import Policy, in_words
-from speclen.console.database import copy_database
-from speclen.console.errors import UserError
-from speclen.console.processes import Child, without_settings
+from speclen.cli.support.database import copy_database
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child, without_settings
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 
@@ -34,7 +33,7 @@ from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 class WarmWorker:
     """Worker and controllers for the length of a `with` block; logs and databases go with it.
 
-    profile: seeds the policies that learn, but for `cold`.
+    profile: seeds the policies that learn.
     """
 
     settings: WorkerSettings
@@ -46,7 +45,6 @@ class WarmWorker:
     process: subprocess.Popen[str] | None = None
     # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __enter__(self) -> WarmWorker:
         try:
@@ -71,12 +69,6 @@ class WarmWorker:
     def use(self, name: str) -> None:
         """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
         self._tell(do="use", name=name)
-
-    def close(self, name: str) -> None:
-        """Forget a policy, and what it has learned."""
-        self._tell(do="close", name=name)
-        if name in self.controllers:
-            self.controllers.pop(name).stop(STOP_TIMEOUT_S)
 
     def keep_reports(self, name: str, target: Path) -> None:
         """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
@@ -137,17 +129,15 @@ class WarmWorker:
         raise UserError(f"the worker did not start: {self.last_line()}")
 
     def _open_learning(self, policy: Policy) -> None:
-        address, number = free_address(), next(self._numbers)
-        folder = Path(self.folder.name) / f"{policy.name}-{number}"
+        address, folder = free_address(), Path(self.folder.name) / policy.name
         arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
         child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
         self.controllers[policy.name], self.databases[policy.name] = child, folder / "speclen.db"
         child.start()
         child.wait_until_serving(START_TIMEOUT_S)
-        profile = None if policy.name == "cold" else self.profile
-        if profile is not None:
-            seed_controller(address, self.address, profile)
-        file = profile and str(profile.resolve())
+        if self.profile is not None:
+            seed_controller(address, self.address, self.profile)
+        file = self.profile and str(self.profile.resolve())
         self._tell(do="learning", name=policy.name, controller=address, profile=file)
 
     def _tell(self, **command: Any) -> None:

@@ -18,7 +18,7 @@ class Course:
 
     seconds: true mean of every length at each step. tokens: true mean over all requests, by which the oracle selects;
     tokens_now: given the requests in the batch, by which everybody is scored. runs: sequences by the run that they would
-    accept at the largest length. factor, pause: noise of the step. joined: True if a request has just come.
+    accept at the largest length. factor: noise of the step. joined: True if a request has just come.
     """
 
     batch: np.ndarray
@@ -28,7 +28,6 @@ class Course:
     tokens_now: FloatArray
     runs: np.ndarray
     factor: FloatArray
-    pause: FloatArray
     joined: np.ndarray
     runs_by_class: np.ndarray  # [steps, classes, lengths]
 
@@ -41,7 +40,7 @@ class Course:
     def record(self, step: int, arm: Arm, probe_id: int, with_classes: bool) -> StepRecord:
         """The report of one step with an arm."""
         batch, length = int(self.batch[step]), arm.speculation_length
-        taken = max(self.seconds[step, length] * self.factor[step] + self.pause[step], 1e-5)
+        taken = max(self.seconds[step, length] * self.factor[step], 1e-5)
         classes: tuple[tuple[int, tuple[int, ...]], ...] = ()
         if with_classes:
             runs = enumerate(self.runs_by_class[step])

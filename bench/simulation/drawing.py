@@ -19,7 +19,6 @@ from speclen.records import Limits, Profile, ProfileCell
 
 MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-PAUSE_S = (0.1, 0.4)
 SLOW_FACTOR = (5.0, 20.0)
 OTHER_BUMP = 0.03  # of the device that a foreign profile was measured on
 PROFILE_NOISE = 0.015  # log-sd of its cells
@@ -60,7 +59,7 @@ class World:
         if scenario.profile == "none":
             return None
         machine = self.machine
-        if scenario.profile in ("other", "foreign"):
+        if scenario.profile == "other":
             machine = self._draw_machine(OTHER_BUMP)
             scale = self.rng.uniform(0.3, 3.0)
             machine = Machine(**(vars(machine) | {"draft_s": machine.draft_s * self.rng.choice([0.3, 3.0])}))
@@ -85,9 +84,7 @@ class World:
         survival = np.diff(self.requests.tokens(self.requests.hard_share))
         counts = self.rng.binomial(4000, survival) / 4000.0
         return Profile(
-            *(cells, tuple(np.minimum.accumulate(counts).tolist()), (4000,) * MAX_LENGTH),
-            as_prior=scenario.profile == "foreign",
-            source="simulated",
+            *(cells, tuple(np.minimum.accumulate(counts).tolist()), (4000,) * MAX_LENGTH), source="simulated"
         )
 
     def _course(self, num_steps: int, machine: Machine) -> Course:
@@ -114,11 +111,9 @@ class World:
             seconds *= drafting
         if scenario.neighbour > 1.0:
             seconds *= np.where(neighbour_at_work(rng, num_steps), scenario.neighbour, 1.0)[:, None]
-        seconds, factor, pause = self._noise(seconds)
+        seconds, factor = self._noise(seconds)
         runs = by_class.sum(axis=1)
-        return Course(
-            *(batch, visits.context, seconds, tokens, tokens_now, runs, factor, pause, visits.joined), by_class
-        )
+        return Course(batch, visits.context, seconds, tokens, tokens_now, runs, factor, visits.joined, by_class)
 
     def _hard_shares(self, visits: Traffic) -> FloatArray:
         """Expected share of hard rows: by band of load where it depends on the load, of all steps otherwise."""
@@ -134,17 +129,15 @@ class World:
         shares = (np.bincount(bands, hard) + 200.0 * smooth) / (total + 200.0)
         return np.asarray(shares[bands])
 
-    def _noise(self, seconds: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Mean times with noise in them, and the noise of each step: time = mean_without_pause * factor + pause."""
+    def _noise(self, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Mean times with noise in them, and the noise of each step: time = mean * factor."""
         scenario, rng, count = self.scenario, self.rng, len(seconds)
         factor = np.exp(scenario.noise * rng.standard_normal(count))
         slow = rng.random(count) < scenario.slow_share
         factor[slow] *= rng.uniform(*SLOW_FACTOR, size=int(slow.sum()))
         mean_factor = np.exp(0.5 * scenario.noise**2) * (1.0 + scenario.slow_share * (np.mean(SLOW_FACTOR) - 1.0))
-        paused = rng.random(count) < scenario.pause_share
-        pause = np.where(paused, rng.uniform(*PAUSE_S, size=count), 0.0)
-        mean_pause = scenario.pause_share * float(np.mean(PAUSE_S))
-        return seconds * mean_factor + mean_pause, factor / mean_factor, pause - mean_pause * factor / mean_factor
+        rng.random(2 * count)  # once drawn for pauses: without it the next worker's course would be another one
+        return seconds * mean_factor, factor / mean_factor
 
 
 def neighbour_at_work(rng: np.random.Generator, num_steps: int) -> np.ndarray:

@@ -35,8 +35,8 @@ class Phase:
 class Scenario:
     """One situation. Loads are shares of max_batch that a phase of arrivals keeps busy on average.
 
-    profile: "own", "none", "other" (of another device but taken for this one's), "foreign" (of another device and known to
-    be), "never" (step times x3 wherever drafting is on).
+    profile: "own", "none", "other" (of another device but taken for this one's), "never" (step times x3 wherever drafting
+    is on).
     """
 
     name: str
@@ -47,7 +47,6 @@ class Scenario:
     max_batch: int = 32
     noise: float = 0.05
     slow_share: float = 0.01  # steps that take 5 to 20 times as long
-    pause_share: float = 0.0  # steps with 100 to 400 ms on top
     wander: float = 0.0  # log-sd per 1000 steps of a slow random drift of draft and verify times
     neighbour: float = 1.0  # steps take this many times as long while a neighbour uses the device, a third of the time
     bump: float = 0.03
@@ -63,9 +62,7 @@ class Scenario:
     engine_flags: bool = False  # steps with prefill, first uses and catch-up steps are flagged, and take longer
     classes_reported: bool = False  # reports tell the two classes of requests apart
     machines: tuple[Callable[[Machine], Machine], ...] = ()  # of each worker, where they are not alike
-    faulty: str = ""  # what the last worker reports instead of the truth; see faulty.py
-    faulty_from: float = 0.0  # share of the run after which it does
-    faulty_rate: int = 1  # times that it reports every step
+    faulty_rate: int = 0  # the last worker reports so often that all of a step was accepted; 0: it reports the truth
 
 
 def _drop(factor: float) -> tuple[Phase, ...]:
@@ -76,31 +73,7 @@ def _slow_draft(factor: float) -> tuple[Phase, ...]:
     return (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.slower_draft(factor)), Phase(2 / 3))
 
 
-def _faulty(name: str, title: str, kind: str, workers: int = 4, start: float = 0.0, rate: int = 1) -> Scenario:
-    """Honest workers beside a faulty one; only the honest ones count."""
-    return Scenario(name, title, num_workers=workers, delay_steps=8, faulty=kind, faulty_from=start, faulty_rate=rate)
-
-
 _THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
-
-
-def _first_minute(name: str, title: str, profile: str) -> Scenario:
-    """The first minute of a worker on two cores, about 1000 steps."""
-    return Scenario(
-        *(name, title),
-        profile=profile,
-        loads=(0.05, 0.15, 0.5, 0.9),
-        max_batch=16,
-        noise=0.1,
-        slow_share=0.005,
-        neighbour=1.4,
-        bump=0.06,
-        device="cpu",
-        run_share=1 / 12,
-        phase_steps=100,
-        mean_new_tokens=64.0,
-        engine_flags=True,
-    )
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -113,7 +86,6 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("acceptance", "acceptance halves, and back", phases=_drop(0.5)),
         Scenario("other-hardware", "profile of other hardware", profile="other"),
         Scenario("never", 'profile says "never speculate"', profile="never"),
-        Scenario("256", "batches up to 256", max_batch=256),
         Scenario(
             "tails", "slow steps x5, noise 10%, drift", phases=_drop(0.6), noise=0.10, slow_share=0.05, wander=0.05
         ),
@@ -125,22 +97,33 @@ SCENARIOS: dict[str, Scenario] = {
             num_workers=8,
             delay_steps=50,
         ),
-        Scenario("pauses", "pauses of 100-400 ms in 1% of steps", pause_share=0.01),
         Scenario("classes", "greedy and sampled requests, told apart", classes_reported=True, phases=_drop(0.6)),
         Scenario(
             *("unlike-2", "two workers, one 1.7 times slower with a slower draft"),
             num_workers=2,
             machines=(_same_machine, _other_device),
         ),
-        _faulty("liar-times", "one of four reports wrong step times from the start", "times"),
-        _faulty("liar-turns", "the same from the middle on, with wild times", "wild", start=0.5),
-        _faulty("liar-all", "one of four reports that all is accepted, 16 times as often", "all", rate=16),
-        _faulty("liar-none", "one of four reports that nothing is accepted, 16 times as often", "nothing", rate=16),
-        _faulty("liar-of-2", "one of two reports that nothing is accepted, 16 times as often", "nothing", 2, rate=16),
-        _faulty("liar-of-3", "one of three reports wrong step times, 16 times as often", "times", 3, rate=16),
-        _first_minute("first-minute", "a CPU's first 1000 steps", "own"),
-        _first_minute("first-minute-cold", "the same, no profile", "none"),
-        _first_minute("first-minute-foreign", "the same, profile of another device", "foreign"),
+        Scenario(
+            *("liar-all", "one of four reports that all is accepted, 16 times as often"),
+            num_workers=4,
+            delay_steps=8,
+            faulty_rate=16,
+        ),
+        Scenario(
+            *("first-minute-cold", "a CPU's first 1000 steps, about a minute, no profile"),
+            profile="none",
+            loads=(0.05, 0.15, 0.5, 0.9),
+            max_batch=16,
+            noise=0.1,
+            slow_share=0.005,
+            neighbour=1.4,
+            bump=0.06,
+            device="cpu",
+            run_share=1 / 12,
+            phase_steps=100,
+            mean_new_tokens=64.0,
+            engine_flags=True,
+        ),
     )
 }
 

@@ -1,7 +1,7 @@
 """Simulated workers whose steps are drawn beforehand, and scores of policies by true means.
 
 Everything random that does not depend on the policy is drawn once: batch sizes, requests in the batch, how far each sequence
-would accept, noise, slow steps and pauses. So policies differ by their choices alone.
+would accept, noise and slow steps. So policies differ by their choices alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 
 from speclen.bench.simulation.courses import Engine
 from speclen.bench.simulation.drawing import World
-from speclen.bench.simulation.faulty import distorted
 from speclen.bench.simulation.learner import ProbeRun
 from speclen.bench.simulation.world import FloatArray
 from speclen.records import Arm, Probe, StepRecord
@@ -80,9 +79,8 @@ class Worker:
         self.waiting: list[StepRecord] = []
         self.probe: ProbeRun | None = None
         last = index == len(world.courses) - 1
-        self.faulty_from = scenario.faulty_from * len(self.rate) if last and scenario.faulty else np.inf
-        self.counts = float(self.faulty_from == np.inf)
-        self.rng = np.random.default_rng(0)
+        self.is_faulty = last and scenario.faulty_rate > 0
+        self.counts = float(not self.is_faulty)
 
     def step(self, step: int, player: Player) -> tuple[float, float]:
         """Take a step; expected seconds, and the oracle's for its tokens. Both 0 for a faulty worker."""
@@ -92,11 +90,7 @@ class Worker:
         mean_s, extra_s = float(course.seconds[step, arm.speculation_length]), 0.0
         if self.scenario.engine_flags:
             record, extra_s = self.engine.flagged(record, joined, mean_s)
-        if step >= self.faulty_from:
-            scenario = self.scenario
-            self.waiting += [distorted(scenario.faulty, record, self.rng) for _ in range(scenario.faulty_rate)]
-        else:
-            self.waiting.append(record)
+        self.waiting += [_boast(record)] * self.scenario.faulty_rate if self.is_faulty else [record]
         work_s = float(course.tokens_now[step, arm.speculation_length] * self.rate[step])
         return (mean_s + extra_s) * self.counts, work_s * self.counts
 
@@ -123,3 +117,8 @@ class Worker:
         if self.probe is None or self.probe.is_over(group[-1].batch_size):
             probe = player.probe_for(group[-1].batch_size, self.name)
             self.probe = None if probe is None else ProbeRun(probe)
+
+
+def _boast(record: StepRecord) -> StepRecord:
+    """The false report of a step: all that was drafted was accepted."""
+    return record._replace(accepted_histogram=(*(0 for _ in range(record.arm.speculation_length)), record.batch_size))

@@ -38,7 +38,7 @@ class Selection:
         self.frozen = False  # by a policy that does not learn
         self.steps = np.zeros(num_ranges)  # at each range of sizes
         self.since_probe = np.full(num_ranges, LEAST_GAP)
-        self.credit_s = 0.0
+        self.credit_s = np.zeros(num_ranges)
         self.value = self.step_s = np.zeros((0, 0))
         self.optimism: Array | None = None
 
@@ -46,20 +46,21 @@ class Selection:
         """The arm in use at a range of sizes: n-grams or not, length."""
         return divmod(int(self.arms[index]), self.num_lengths)
 
-    def earn(self, index: int, seconds: float, count: int) -> None:
-        """Count steps at a range of sizes."""
-        step_s = seconds / count
-        if not self.steps.any():
-            self.credit_s = CREDIT * step_s
-        self.credit_s = min(self.credit_s + EARNED * seconds, max(CREDIT * step_s, self.credit_s))
-        self.steps[index] += count
-        self.since_probe[index] += count
+    def earn(self, at: Array, seconds: Array) -> None:
+        """Count steps. at: range of each; seconds: of each."""
+        count, total_s = np.bincount(at, minlength=len(self.steps)), np.bincount(at, seconds, len(self.steps))
+        most_s = CREDIT * total_s / np.maximum(count, 1)
+        saved_s = np.minimum(self.credit_s + EARNED * total_s, np.maximum(most_s, self.credit_s))
+        self.credit_s = np.where(self.steps > 0, saved_s, most_s)
+        self.steps += count
+        self.since_probe += count
 
     def pay(self, index: int, arm: int, seconds: float) -> None:
         """Charge what a step of a probe took beyond its arm's expected time. arm: place in [2 x lengths]."""
         if self.optimism is not None:
             expected_s = float(self.step_s[index, arm])
-            self.credit_s = max(self.credit_s - max(0.0, seconds - expected_s), -CREDIT * expected_s)
+            owed_s = self.credit_s[index] - max(0.0, seconds - expected_s)
+            self.credit_s[index] = max(owed_s, -CREDIT * expected_s)
 
     def go_on_from(self, other: Selection) -> None:
         """Begin with the arms of another group."""
@@ -123,9 +124,9 @@ class Selection:
         if not np.isfinite(optimistic[arm]):
             return None
         loss = num_steps * self.step_s[index, arm] * max(0.0, 1.0 - float(np.exp(self.value[index, arm])))
-        if loss > self.credit_s:
+        if loss > self.credit_s[index]:
             return None
-        self.credit_s -= loss
+        self.credit_s[index] -= loss
         self.since_probe[index] = 0.0
         return arm
 

@@ -9,9 +9,9 @@ import numpy as np
 from speclen.controller.estimator.choice import Selection
 from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
 from speclen.controller.estimator.isolation import Worker, is_apart
-from speclen.controller.estimator.load import Traffic, by_size
+from speclen.controller.estimator.load import Traffic
 from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
-from speclen.controller.estimator.sizes import Cells, cell_ranges, choice_ranges
+from speclen.controller.estimator.sizes import Cells, ranges_to
 from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
 from speclen.controller.estimator.workers import Workers, fair_weights
@@ -57,14 +57,13 @@ class Context:
         self.key, self.limits, self.token_prior, self.siblings = key, limits, token_prior, siblings
         lengths = limits.max_speculation_length + 1
         widest = max(lengths, NGRAM_MAX_TOKENS + 1 if limits.ngram else 1)
-        choices, residuals = choice_ranges(limits.max_batch_size), cell_ranges(limits.max_batch_size)
-        self.grid = Grid(choices, residuals, lengths, num_slopes(limits.max_batch_size * widest))
+        self.grid = Grid(ranges_to(limits.max_batch_size), lengths, num_slopes(limits.max_batch_size * widest))
         self.prior_mean, self.prior_precision = prior_of(self.grid.slopes)
         self.level = 0.0  # log seconds, before any report
-        self.offset = np.zeros(len(residuals.low) * 2 * lengths)  # residuals of a profile
-        self.profiled = np.zeros(len(choices.low), dtype=bool)
+        self.offset = np.zeros(self.grid.num_cells)  # residuals of a profile
+        self.profiled = np.zeros(len(self.grid.sizes), dtype=bool)
         self.cells = Cells(len(self.prior.mean))
-        self.traffic = Traffic(len(choices.low))
+        self.traffic = Traffic(len(self.grid.sizes))
         self.workers = Workers(len(self.prior.mean), len(token_prior.accepted))
         self.has_decided = False
         self.num_reports = 0
@@ -75,11 +74,6 @@ class Context:
     def prior(self) -> Prior:
         """Of the weights of the surface."""
         return Prior(self.prior_mean, self.prior_precision)
-
-    @property
-    def sizes(self) -> Array:
-        """A batch size of each range."""
-        return (self.grid.choices.low + self.grid.choices.high) // 2
 
     def arm(self, place: int) -> Arm:
         """The arm at a place of [2 x lengths]."""
@@ -111,16 +105,16 @@ class Context:
             new = self.workers.tracked[name] = self.workers.new()
             new.tokens, new.tail.level = worker.tokens, worker.tail.level
         old, new_choice = narrower.groups[POOL].selection, self.groups[POOL].selection
-        at = narrower.grid.choices.of[np.minimum(self.sizes, narrower.limits.max_batch_size)]
+        at = narrower.grid.ranges.of[np.minimum(self.grid.sizes, narrower.limits.max_batch_size)]
         ngram, length = np.divmod(old.arms[at], old.num_lengths)
         new_choice.arms, new_choice.version = ngram * self.grid.num_lengths + length, old.version + 1
-        self.traffic.seen = np.where(self.sizes <= narrower.limits.max_batch_size, narrower.traffic.seen[at], 0.0)
+        self.traffic.seen = np.where(self.grid.sizes <= narrower.limits.max_batch_size, narrower.traffic.seen[at], 0.0)
 
     def new_group(self) -> Group:
         """A group that knows nothing yet."""
         lengths = self.grid.num_lengths
         allowed = np.array([[True] * lengths, [self.limits.ngram] * lengths])
-        return Group(Selection(len(self.grid.choices.low), lengths, allowed))
+        return Group(Selection(len(self.grid.sizes), lengths, allowed))
 
     def group_name(self, worker_id: str) -> str:
         """Name of the group that a worker belongs to: its own where it differs from the others."""
@@ -143,7 +137,7 @@ class Context:
         if group.estimates is None:
             self.solve(self.group_name(worker_id))
         events = self._learn_tokens(tokens, group, records)
-        self.traffic.count(records, self.grid.choices.of)
+        self.traffic.count(records, self.grid.ranges.of)
         if usable := [record for record in records if not record.flags]:
             self._learn_times(worker, times, group, usable)
         self._earn(group, records)
@@ -169,37 +163,30 @@ class Context:
 
     def _learn_times(self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]) -> None:
         assert group.estimates is not None
-        samples = self._samples(records)
-        numbers = self.grid.cells_at(
-            *np.array([(r.batch_size, r.arm.ngram, r.arm.speculation_length) for r in records]).T
-        )
-        places = self.cells.places(numbers, samples.features)
+        values = np.array([
+            (r.batch_size, r.arm.speculation_length, r.num_drafted_sequences, r.num_verified_tokens,
+             r.mean_context_length, r.latency_s, r.arm.ngram)
+            for r in records
+        ], dtype=float).T  # fmt: skip
+        batch, length, drafted, verified, held, seconds, ngram = values
+        features = features_of([batch, np.where(drafted > 0, length, 0.0), drafted, verified, held], self.grid.slopes)
+        batch, ngram, length = values[[0, 6, 1]].astype(int)
+        places = self.cells.places(self.grid.cells_at(batch, ngram, length), features)
         evidence.grow(len(self.cells.numbers))
         weights = np.exp(group.estimates.solution.phi)
         theta, variance = group.believed(self.cells, self.offset)
         # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
-        own, reference = np.log(samples.features @ weights), np.log(self.cells.features @ weights)[places]
-        adjusted = samples._replace(cells=places, log_s=samples.log_s - own + reference)
-        evidence.add(worker.tail, adjusted, theta, variance)
-
-    def _samples(self, records: list[StepRecord]) -> Samples:
-        values = np.array([
-            (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
-             r.num_verified_tokens, r.mean_context_length, r.latency_s)
-            for r in records
-        ], dtype=float)  # fmt: skip
-        *columns, seconds = values.T
-        return Samples(np.zeros(len(records), int), features_of(columns, self.grid.slopes), np.log(seconds))
+        log_s = np.log(seconds * (self.cells.features[places] @ weights) / (features @ weights))
+        evidence.add(worker.tail, Samples(places, features, log_s), theta, variance)
 
     def _earn(self, group: Group, records: Sequence[StepRecord]) -> None:
-        usual = [record for record in records if not record.probe_id]
-        for size, same in by_size(usual).items():
-            seconds = sum(record.latency_s for record in same)
-            group.selection.earn(self.grid.choices.of[size], seconds, len(same))
+        """Give steps' time to the exploration budget, and charge what steps of probes took longer."""
+        usual = np.array([(r.batch_size, r.latency_s) for r in records if not r.probe_id]).reshape(-1, 2)
+        group.selection.earn(self.grid.ranges.of[usual[:, 0].astype(int)], usual[:, 1])
         for record in records:
             if record.probe_id and CAUSED & record.flags and not ONCE & record.flags:
                 place = record.arm.ngram * self.grid.num_lengths + record.arm.speculation_length
-                group.selection.pay(self.grid.choices.of[record.batch_size], place, record.latency_s)
+                group.selection.pay(self.grid.ranges.of[record.batch_size], place, record.latency_s)
 
     def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
         """Hold a worker against the others; isolate it, or let it join them again."""
@@ -245,7 +232,7 @@ class Context:
             self.grid, self.cells, times, weights, self._ratios_of(name), self.prior, load, last, self.offset,
             self._level_of(name),
         )  # fmt: skip
-        return group.selection.choose(group.estimates, self.traffic.seen, self.profiled, self.sizes)
+        return group.selection.choose(group.estimates, self.traffic.seen, self.profiled, self.grid.sizes)
 
     def _times_of(self, name: str) -> list[Evidence]:
         isolated = name != POOL and self.workers.tracked[name].apart[0]
@@ -294,7 +281,7 @@ class Context:
     ) -> tuple[int, int, int, Arm] | None:
         """Id, range of batch sizes and arm of a probe, charged; mostly None."""
         group = self.group_of(worker_id)
-        index = self.grid.choices.of[min(batch_size, self.limits.max_batch_size)]
+        index = self.grid.ranges.of[min(batch_size, self.limits.max_batch_size)]
         allowed = np.zeros((2, self.grid.num_lengths), dtype=bool)
         allowed[: 1 + limits.ngram, : limits.max_speculation_length + 1] = True
         place = group.selection.probe(index, allowed, num_steps)

@@ -143,7 +143,7 @@ class Estimator:
                 context.solve(name)
         else:
             profile = self._profiles.get(context.key)
-            lengths = lengths_of(self.policy, context.sizes, context.limits.max_speculation_length, profile)
+            lengths = lengths_of(self.policy, context.grid.sizes, context.limits.max_speculation_length, profile)
             context.select(lengths)
         context.has_decided = True
         return self._decisions(context, before, reason)
@@ -160,7 +160,7 @@ class Estimator:
                 arm = context.arm(int(after[at]))
                 before_ms = None if previous is None else ms_per_token(context, name, at, previous)
                 ms = ms_per_token(context, name, at, arm)
-                low, high = int(context.grid.choices.low[at]), int(context.grid.choices.high[at])
+                low, high = int(context.grid.ranges.low[at]), int(context.grid.ranges.high[at])
                 isolated = name != POOL
                 found.append(Decision(context.key, low, high, version, previous, arm, before_ms, ms, reason, isolated))
         return found
@@ -184,7 +184,7 @@ class Estimator:
         name = context.group_name(worker_id)
         group = context.groups[name]
         choices: list[Choice] = []
-        for at, (low, high) in enumerate(zip(context.grid.choices.low, context.grid.choices.high, strict=True)):
+        for at, (low, high) in enumerate(zip(context.grid.ranges.low, context.grid.ranges.high, strict=True)):
             arm = context.arm(int(group.selection.arms[at]))
             if choices and choices[-1].arm == arm:
                 choices[-1] = choices[-1]._replace(batch_max=int(high))

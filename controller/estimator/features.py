@@ -19,10 +19,9 @@ FIRST_KNOT = 8  # verified tokens up to which one slope serves
 NUM_PARTS = 5  # features before the slopes
 # Weights in units of a plain step of one sequence: typical, and the standard deviation of their logarithm. A draft model
 # may take 1% or 50% of the target's time; that sequences or contexts cost anything is not taken for granted.
-CONSTANT = (0.85, 0.3)
-SEQUENCE, DRAFTING, PASS, DRAFTED = (0.002, 1.5), (0.02, 1.5), (0.08, 1.2), (0.001, 1.5)
-SLOPE, SLOPE_SD, SLOPE_ALIKE = 0.005, 1.5, 0.8  # correlation of neighbouring slopes
-CONTEXT = (1e-6, 1.5)
+CONSTANT, CONSTANT_SD = 0.85, 0.3
+SEQUENCE, DRAFTING, PASS, DRAFTED, SLOPE, CONTEXT, SD = 0.002, 0.02, 0.08, 0.001, 0.005, 1e-6, 1.5
+SLOPE_ALIKE = 0.8  # correlation of neighbouring slopes
 
 
 class Prior(NamedTuple):
@@ -58,10 +57,9 @@ def _knots(slopes: int) -> tuple[Array, Array]:
 
 def prior_of(slopes: int) -> Prior:
     """Before anything was seen."""
-    parts = [CONSTANT, SEQUENCE, DRAFTING, PASS, DRAFTED] + [(SLOPE, SLOPE_SD)] * slopes + [CONTEXT]
-    mean = np.log([value for value, _ in parts])
-    spread = np.array([sd for _, sd in parts])
-    alike = np.eye(len(parts))
+    mean = np.log([CONSTANT, SEQUENCE, DRAFTING, PASS, DRAFTED, *[SLOPE] * slopes, CONTEXT])
+    spread = np.array([CONSTANT_SD, *[SD] * (len(mean) - 1)])
+    alike = np.eye(len(mean))
     at = np.arange(slopes)
     alike[NUM_PARTS : NUM_PARTS + slopes, NUM_PARTS : NUM_PARTS + slopes] = SLOPE_ALIKE ** np.abs(at[:, None] - at)
     return Prior(mean, np.linalg.inv(alike * np.outer(spread, spread)))

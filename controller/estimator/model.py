@@ -19,18 +19,26 @@ Array = np.ndarray
 class Grid(NamedTuple):
     """The cells of a context: (range of batch sizes, n-grams or not, length).
 
-    choices, residuals: ranges of batch sizes with one choice and with one residual for each arm. num_lengths: 0 to the
-    largest. slopes: of the surface.
+    num_lengths: 0 to the largest. slopes: of the surface.
     """
 
-    choices: Ranges
-    residuals: Ranges
+    ranges: Ranges
     num_lengths: int
     slopes: int
 
+    @property
+    def sizes(self) -> Array:
+        """A batch size of each range."""
+        return (self.ranges.low + self.ranges.high) // 2
+
+    @property
+    def num_cells(self) -> int:
+        """Of all ranges and arms, with evidence or without."""
+        return len(self.ranges.low) * 2 * self.num_lengths
+
     def cells_at(self, batch: Array, ngram: Array, length: Array) -> Array:
         """Number of the cell of each step, [n]."""
-        cells: Array = (self.residuals.of[batch] * 2 + ngram) * self.num_lengths + length
+        cells: Array = (self.ranges.of[batch] * 2 + ngram) * self.num_lengths + length
         return cells
 
 
@@ -114,9 +122,8 @@ def spread(
     """Estimates of every arm at every range of sizes from a solution for step times."""
     seen = len(solution.rho)  # cells that came later have no residual yet
     numbers_seen, features_seen = cells.numbers[:seen], cells.features[:seen]
-    sizes = (grid.choices.low + grid.choices.high) // 2
-    shape = (len(sizes), 2, grid.num_lengths)
-    batch = np.broadcast_to(sizes[:, None, None].astype(float), shape)
+    shape = (len(grid.sizes), 2, grid.num_lengths)
+    batch = np.broadcast_to(grid.sizes[:, None, None].astype(float), shape)
     lengths = np.broadcast_to(np.arange(grid.num_lengths, dtype=float), shape)
     here = slice(grid.num_lengths)  # other contexts of the pair may have longer lengths
     values = (ratios.steps, ratios.drafted, ratios.verified)
@@ -127,12 +134,9 @@ def spread(
     columns = [values.reshape(-1) for values in (batch, passes, batch * drafted, batch * verified, context)]
     features = features_of(columns, grid.slopes)
     log_mean, gradient = shares(features, solution.phi)
-    ngram = np.broadcast_to(np.arange(2)[:, None], shape).reshape(-1)
-    numbers = grid.cells_at(batch.reshape(-1).astype(int), ngram, lengths.reshape(-1).astype(int))
-    place = np.full((grid.residuals.of.max() + 1) * 2 * grid.num_lengths, -1)
-    place[numbers_seen] = np.arange(seen)
-    at = place[numbers]
-    log_time = log_mean + offset[numbers]
+    at = np.full(grid.num_cells, -1)
+    at[numbers_seen] = np.arange(seen)
+    log_time = log_mean + offset
     if seen:
         log_time = log_time + np.where(at >= 0, solution.rho[at], 0.0)
         gradient = np.where(

@@ -138,11 +138,10 @@ def parts_of(context: Context) -> Iterator[tuple[str, Any]]:
 def check_restored(context: Context) -> None:
     """Raise ValueError where what was restored does not fit together."""
     cells, features = context.cells.features.shape
-    num_cells = len(context.grid.residuals.low) * 2 * context.grid.num_lengths
-    if features != len(prior_of(context.grid.slopes).mean) or len(context.offset) != num_cells:
+    if features != len(prior_of(context.grid.slopes).mean) or len(context.offset) != context.grid.num_cells:
         raise ValueError("its features are others")
     for group in context.groups.values():
-        if group.selection.arms.shape != context.sizes.shape:
+        if group.selection.arms.shape != context.grid.sizes.shape:
             raise ValueError("its ranges of batch sizes are others")
         if group.saved is not None:
             group.estimates = group.saved.spread(context.grid, context.cells, context.offset)

@@ -57,7 +57,7 @@ def seed_times(context: Context, profile: Profile) -> None:
 def _seed_residuals(context: Context, profile: Profile, rho: np.ndarray) -> None:
     """Spread residuals of profiled cells over batch sizes, by length, linearly in the logarithm of the size."""
     grid = context.grid
-    sizes = np.array([np.flatnonzero(grid.residuals.of == at)[-1] for at in range(len(grid.residuals.low))])
+    sizes = grid.ranges.high
     batch = np.array([cell.batch_size for cell in profile.cells])
     length = np.array([cell.speculation_length for cell in profile.cells])
     offset = np.zeros((len(sizes), 2, grid.num_lengths))
@@ -66,7 +66,7 @@ def _seed_residuals(context: Context, profile: Profile, rho: np.ndarray) -> None
         offset[:, :, each] = np.interp(np.log(sizes), np.log(batch[order]), rho[order])[:, None]
     context.offset = offset.reshape(-1)
     low, high = batch.min(), batch.max()
-    context.profiled = (context.grid.choices.high >= low) & (context.grid.choices.low <= high)
+    context.profiled = (grid.ranges.high >= low) & (grid.ranges.low <= high)
 
 
 def seed_from(context: Context, other: Context) -> None:

@@ -31,35 +31,34 @@ def estimates_of(context: Context) -> list[ArmEstimate]:
     estimates = group.estimates
     if estimates is None or not (context.num_reports or context.profiled.any()):
         return []
-    samples, log_sum = context.samples()
+    shape = estimates.log_time.shape
+    count, log_sum = (values.reshape(shape) for values in context.samples())
     variance = estimates.variance(group.selection.arms) + context.level_variance()
     rows = []
-    for at in range(len(context.grid.choices.low)):
+    for at in range(len(context.grid.ranges.low)):
         for arm in context.limits.arms():
-            rows.append(_row(context, at, arm, variance[at], samples, log_sum))
+            place = (at, int(arm.ngram), arm.speculation_length)
+            rows.append(_row(context, place, arm, float(variance[place]), float(count[place]), float(log_sum[place])))
     return rows
 
 
 def _row(
-    context: Context, at: int, arm: Arm, variance: np.ndarray, samples: np.ndarray, log_sum: np.ndarray
+    context: Context, place: tuple[int, int, int], arm: Arm, variance: float, count: float, log_sum: float
 ) -> ArmEstimate:
-    group = context.groups[""]
+    """place: range, n-grams or not, length; count, log_sum: of samples."""
+    group, ranges, at = context.groups[""], context.grid.ranges, place[0]
     estimates = group.estimates
     assert estimates is not None
-    place = (int(arm.ngram), arm.speculation_length)
-    tokens = float(np.exp(estimates.log_tokens[at][place]))
-    step_s = float(min(np.exp(estimates.log_time[at][place] + estimates.level), MOST_S))
-    spread = Z_95 * float(np.sqrt(variance[place]))
-    low, high = step_s / tokens * np.exp(-min(spread, 5.0)), step_s / tokens * np.exp(min(spread, 5.0))
-    size = int(context.sizes[at])
-    cell = int(context.grid.cells_at(np.array([size]), np.array([place[0]]), np.array([place[1]]))[0])
-    count = float(samples[cell])
+    tokens = float(np.exp(estimates.log_tokens[place]))
+    step_s = float(min(np.exp(estimates.log_time[place] + estimates.level), MOST_S))
+    spread = min(Z_95 * float(np.sqrt(variance)), 5.0)
+    ms = 1000 * step_s / tokens
     profiled = bool(context.profiled[at]) and not arm.ngram
     source = ("both" if profiled else "online") if count >= 1 else ("profile" if profiled else "prior")
     return ArmEstimate(
-        *(int(context.grid.choices.low[at]), int(context.grid.choices.high[at]), arm, tokens, step_s),
-        *(1000 * step_s / tokens, 1000 * float(low), 1000 * float(high), round(count)),
-        observed_step_s=float(np.exp(log_sum[cell] / count)) if count >= 1 else None,
+        *(int(ranges.low[at]), int(ranges.high[at]), arm, tokens, step_s),
+        *(ms, ms * float(np.exp(-spread)), ms * float(np.exp(spread)), round(count)),
+        observed_step_s=float(np.exp(log_sum / count)) if count >= 1 else None,
         source=source,
         is_best=context.arm(int(group.selection.arms[at])) == arm,
     )

@@ -1,4 +1,4 @@
-"""Ranges of batch sizes with one choice each, coarser ones for residuals of step times, and cells that have evidence."""
+"""Ranges of batch sizes, and cells (range, arm) that have evidence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import numpy as np
 
 Array = np.ndarray
 
-SINGLE_CHOICES, CHOICE_GROWTH = 64, 0.05  # up to so many each size has a choice of its own; then ranges of 5%
+GROWTH = 0.12  # width of a range relative to its first size: up to 16 each size is one
 MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
-SINGLE_CELLS, CELL_GROWTH = 8, 0.12  # the same for residuals, which neighbouring sizes share
 
 
 class Ranges(NamedTuple):
@@ -21,25 +20,15 @@ class Ranges(NamedTuple):
     of: np.ndarray
 
 
-def ranges(max_batch_size: int, single: int, growth: float) -> Ranges:
-    """1, 2, 3, ... up to `single`, then ranges that grow."""
+def ranges_to(max_batch_size: int) -> Ranges:
+    """1, 2, 3, ..., then ranges that grow."""
     low = [1]
-    while (following := low[-1] + (1 if low[-1] < single else max(1, int(low[-1] * growth)))) <= max_batch_size:
+    while (following := low[-1] + max(1, int(low[-1] * GROWTH))) <= max_batch_size:
         low.append(following)
     high = [*(each - 1 for each in low[1:]), max_batch_size]
     of = np.searchsorted(low, np.arange(max_batch_size + 1), side="right") - 1
     of[0] = 0
     return Ranges(np.array(low), np.array(high), of)
-
-
-def choice_ranges(max_batch_size: int) -> Ranges:
-    """Ranges with one choice each."""
-    return ranges(max_batch_size, SINGLE_CHOICES, CHOICE_GROWTH)
-
-
-def cell_ranges(max_batch_size: int) -> Ranges:
-    """Ranges with one residual for each arm."""
-    return ranges(max_batch_size, SINGLE_CELLS, CELL_GROWTH)
 
 
 class Cells:

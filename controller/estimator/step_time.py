@@ -30,9 +30,9 @@ MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 
 CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
 CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
 NEIGHBOUR_NOISE = 2.0 / (2.0 - GAIN)  # variance of a contrast over that of a step: the mean before it has noise, too
-NOISE, LEAST_NOISE, MOST_NOISE = 0.08, 0.02, 0.5  # standard deviation of a log time: at first, and its bounds
+NOISE, LEAST_NOISE = 0.08, 0.02  # standard deviation of a log time: at first, at least
 NOISE_MEMORY = 200.0  # samples
-RESIDUAL, LEAST_RESIDUAL, MOST_RESIDUAL = 0.04, 0.02, 0.15  # standard deviation of rho: at first, and its bounds
+RESIDUAL, LEAST_RESIDUAL = 0.04, 0.02  # standard deviation of rho: at first, at least
 LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
 
 
@@ -135,8 +135,8 @@ class Evidence:
         rows = _rows(num_new, len(window.log_s))
         if not len(tail.log_s):
             rows = rows[1:]  # nothing to compare the first sample with
-        known, place = np.unique(window.cells, return_inverse=True)
-        one_hot = (place[:, None] == np.arange(len(known))).astype(float)
+        known = np.array(list(dict.fromkeys(window.cells.tolist())))
+        one_hot = (window.cells[:, None] == known).astype(float)
         contrasts, differences = rows @ one_hot, rows @ window.log_s
         self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
         tail.move(window, num_new, theta)
@@ -155,7 +155,7 @@ class Evidence:
             own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS / NEIGHBOUR_NOISE
             share = min(len(z) / NOISE_MEMORY, 0.5)
             noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
-            self.noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
+            self.noise = max(float(noise), LEAST_NOISE)
 
 
 @lru_cache(256)
@@ -203,5 +203,5 @@ def solve(information: Array, moment: Array, features: Array, prior: Prior, phi:
     weight = np.diag(information) * residual
     known = weight / (1.0 + weight)
     new = float((known * spread).sum() + 8 * RESIDUAL**2) / float(known.sum() + 8)
-    new = float(np.clip(new, LEAST_RESIDUAL**2, MOST_RESIDUAL**2))
+    new = max(new, LEAST_RESIDUAL**2)
     return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)

@@ -8,7 +8,7 @@ are the prior of evaluations, everybody's ratio that of a class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -77,22 +77,22 @@ class TokenEvidence:
         return changes
 
     def _add_histograms(self, records: Sequence[StepRecord], ratios: Ratios) -> list[tuple[int, float]]:
-        num_positions = self.reached.shape[1]
-        reached, passed = ([[0] * num_positions for _ in range(NUM_CLASSES)] for _ in range(2))
+        sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by class and length
         for record in records:
             length = record.arm.speculation_length
-            if record.arm.ngram or not length or UNUSABLE & record.flags:
+            if record.arm.ngram or not length or (record.flags and UNUSABLE & record.flags):
                 continue
             for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
-                runs = list(
-                    accumulate(reversed(histogram))
-                )  # sequences with at least length, ..., 1, 0 accepted tokens
-                for position in range(length):
-                    reached[kind][position] += runs[length - position]
-                    passed[kind][position] += runs[length - position - 1]
-        if not any(map(any, reached)):
+                known = sums.get((kind, length))
+                sums[kind, length] = histogram if known is None else tuple(map(add, known, histogram))
+        if not any(map(any, sums.values())):
             return []
-        return self._add_counts(np.array(reached), np.array(passed), len(records), ratios)
+        reached, passed = np.zeros((2, *self.reached.shape))
+        for (kind, length), histogram in sums.items():
+            runs = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
+            reached[kind, :length] += runs[:-1]
+            passed[kind, :length] += runs[1:]
+        return self._add_counts(reached, passed, len(records), ratios)
 
     def _add_counts(self, reached: Array, passed: Array, num_reports: int, ratios: Ratios) -> list[tuple[int, float]]:
         fade = float(np.exp(-num_reports / REPORT_MEMORY))

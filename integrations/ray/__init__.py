@@ -3,7 +3,7 @@
     speclen up --ray --workers 4
     serve run speclen.integrations.ray:app workers=4 target=MODEL draft=MODEL
 
-Only `application`, `actor`, `routing` and `cluster` import Ray; everything else can be tested without.
+Only `application`, `actor` and `cluster` import Ray; everything else can be tested without.
 """
 
 from typing import Any

@@ -34,7 +34,7 @@ class ControllerActor:
         except ValueError as error:
             self._refused = str(error)
             return
-        self._hosted = HostedController(told, again, config.backup_to, config.backup_every_s)
+        self._hosted = HostedController(told, again)
         self._hosted.start()
 
     def address(self, timeout_s: float = START_S) -> str:
@@ -54,7 +54,7 @@ LOOPBACK = "127.0.0.1"
 def controller_of(config: FleetConfig) -> Any:
     """A handle of the fleet's controller, made if there is none. It prefers the node where it was first asked for.
 
-    There its database is. Another machine takes it only when that one is gone, and restores the last backup.
+    There its database is. Another machine takes it only when that one is gone.
     """
     place = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(ControllerActor).options(

@@ -15,12 +15,11 @@ import ray
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig
 from ray.serve.grpc_util import RayServegRPCContext
 from starlette.types import ASGIApp
 
 from speclen.integrations.ray.actor import find_controller
-from speclen.integrations.ray.routing import LeastLoaded
 from speclen.integrations.ray.serving import ServedWorker
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
 from speclen.transport.logs import set_up_logs
@@ -110,7 +109,6 @@ def application(config: FleetConfig) -> serve.Application:
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=told.drain_timeout_s,
         ray_actor_options={"num_cpus": config.cpus_per_worker, "num_gpus": config.gpus_per_worker},
-        request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),
         **sizes,
     )
     return deployment.bind(config)

@@ -24,7 +24,6 @@ from speclen.integrations.ray.actor import (
     host_of_cluster,
     present_controller,
 )
-from speclen.integrations.ray.room import check_room
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.address import check_free, is_loopback, split_address
 
@@ -64,7 +63,6 @@ def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Itera
     check_unused()
     check_addresses(config, listen, http_listen)
     config = protected(config)
-    check_room(config, ray.nodes())
     try:
         start_proxies(listen, http_listen)
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.

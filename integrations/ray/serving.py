@@ -10,7 +10,6 @@ import asyncio
 import functools
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -74,7 +73,7 @@ class ServedWorker:
     async def start(cls, config: WorkerConfig, worker_id: str, find_controller: FindController) -> ServedWorker:
         """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        began, supervisor = time.monotonic(), Supervisor()
+        supervisor = Supervisor()
         thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
         thread.start()
         pair, engine, control = await asyncio.wrap_future(
@@ -83,7 +82,6 @@ class ServedWorker:
         worker = cls(config, pair, engine, control, thread, supervisor)
         supervisor.keep("report buffer", worker.control.keep_bounded)  # while no controller is found, too
         supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
-        supervisor.keep("first lengths", functools.partial(tell_first_lengths, worker.control, began))
         supervisor.watch_loop()
         return worker
 
@@ -164,11 +162,3 @@ async def follow_controller(control: ControlClient, config: WorkerConfig, find: 
         if reporting is not None:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
-
-
-async def tell_first_lengths(control: ControlClient, began: float) -> None:
-    """Log once when the first table of a controller came; then wait for ever. began: by time.monotonic."""
-    while control.table.source != "controller" and control.follow:
-        await asyncio.sleep(0.02)
-    log.info("lengths are the fleet's", after_s=round(time.monotonic() - began, 3), worker=control.card.worker_id)
-    await asyncio.Event().wait()

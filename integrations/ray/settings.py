@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from speclen.controller.config import ControllerConfig
+from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
@@ -38,10 +40,6 @@ class FleetConfig:
     data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
     controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
     controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
-    backup_to: str = setting(
-        "", "Folder or URL for backups of the database; where that is gone or behind, the newest is taken."
-    )
-    backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
     metrics_listen: str = setting("", "Address of the controller's Prometheus page, on its machine; empty for none.")
     controller_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
@@ -129,3 +127,15 @@ def nearest(name: str) -> str:
     known = {each.name for each in fields(FleetConfig) if each.metadata} | set(settings_of(WorkerConfig))
     close = difflib.get_close_matches(name, known - set(NOT_OF_WORKERS), n=1)
     return f"; did you mean {close[0]}?" if close else ": Ray places workers, and its proxies listen for them"
+
+
+def check_reachable(address: str) -> None:
+    """Raises ValueError where nothing listens: Ray itself would try for a minute."""
+    host, port = split_address("--ray", address.removeprefix("ray://"))
+    try:
+        socket.create_connection((host, port), timeout=3.0).close()
+    except OSError as error:
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
+            "leave the address away"
+        ) from error

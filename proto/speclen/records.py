@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
+from itertools import count
 from operator import mul
 from typing import NamedTuple
 
@@ -124,6 +126,11 @@ class StepFlag(enum.Enum):
     UNKNOWN = "unknown"  # from a newer worker
 
 
+def num_tokens_of(accepted_histogram: Sequence[int]) -> int:
+    """Tokens that the sequences of a histogram generated, the bonus tokens included."""
+    return sum(map(mul, accepted_histogram, count(1)))
+
+
 class OutputEvaluation(NamedTuple):
     """Steps that every arm would have taken through one finished output (off-policy evaluation).
 
@@ -175,7 +182,7 @@ class StepRecord(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens that the sequences of the histogram generated."""
-        return sum(map(mul, self.accepted_histogram, range(1, len(self.accepted_histogram) + 1)))
+        return num_tokens_of(self.accepted_histogram)
 
     @property
     def num_unobserved_sequences(self) -> int:

@@ -7,42 +7,29 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import ray
 import typer
 from load import Clients, statuses
-from looking import (
-    RECOVERY_S,
-    SIZES,
-    count,
-    distinct,
-    left_over,
-    lengths,
-    quietly,
-    took,
-    wait_for,
-)
+from looking import RECOVERY_S, count, distinct, left_over, num_tables, quietly, took, wait_for
 from nodes import Up, add_node, end_process, make_nodes, node_of
-from tables import CLIENTS, HTTP_CLIENTS, ended, heading, starts, tell_what_was_seen, told
 
 from speclen.bench.findings import Report
 from speclen.v1 import generation_pb2 as pb
 
 WORKERS, MAX_WORKERS, ROWS = 2, 3, 8
+CLIENTS, HTTP_CLIENTS = 4, 1
 CROWD = 24  # clients that are more than two workers should have
 TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "HTTP 5", "BROKEN_OFF")
-OF_CROWD = ("before", "with the crowd", "after")
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
 
 
 def main(
-    folder: Path = typer.Option(Path("build/fleet"), help="Where database, backups and logs go."),
+    folder: Path = typer.Option(Path("build/fleet"), help="Where database and logs go."),
     learn_s: float = typer.Option(60.0, help="Seconds of load before the first death."),
     settle_s: float = typer.Option(15.0, help="Seconds of load before and after each death."),
-    out: Path | None = typer.Option(None, help="Markdown file to write; default: print only."),
 ) -> None:
     """Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where
     a check fails.
@@ -52,7 +39,6 @@ def main(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     report = Report()
-    report.say(*heading())
     cluster, nodes = make_nodes()
     up: Up | None = None
     try:
@@ -70,9 +56,6 @@ def main(
             up.stop()
         ray.shutdown()
         cluster.shutdown()
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("\n".join(report.lines) + "\n")
     sys.exit(1 if report.failures else 0)
 
 
@@ -80,9 +63,9 @@ def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, 
     assert up.client is not None
     clients = Clients(up.client, up.address, CLIENTS, up.http, up.token, HTTP_CLIENTS)
     clients.start()
-    loaded_at = datetime.now(UTC)
     try:
-        before, learned_s = cold(report, up, learn_s)
+        time.sleep(learn_s)
+        report.check(num_tables(up.database) == 2, "both kinds of worker have a table of their own")
         kill_worker(report, up, clients, settle_s)
         kill_controller(report, up, clients, settle_s)
         kill_node(report, up, clients, cluster, nodes, settle_s)
@@ -90,14 +73,6 @@ def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, 
         crowd(report, up, clients, settle_s)
     finally:
         clients.stop()
-    report.say("", "## Lengths before and after", "")
-    after = lengths(up.database)
-    rows = [
-        [kind, *(f"{before.get(kind, {}).get(size, '–')} → {after[kind].get(size, '–')}" for size in SIZES)]
-        for kind in after
-    ]
-    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
-    starts(report, loaded_at, learned_s)
     for over in ("gRPC", "HTTP"):
         mine = [each for each in clients.requests if each.over == over]
         typed = all(each.status == "OK" or each.status.startswith(TYPED) for each in mine)
@@ -105,35 +80,6 @@ def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, 
         report.check(
             typed and done, f"{over}: of {len(mine)} requests all ended with OK or a typed error: {statuses(mine)}"
         )
-
-
-def cold(report: Report, up: Up, learn_s: float) -> tuple[dict[str, dict[int, int]], float]:
-    """Load on an empty database: the lengths in the end, and the seconds after which the last of them was found."""
-    began, seen = time.monotonic(), []
-    while time.monotonic() - began < learn_s:
-        time.sleep(0.5)
-        seen.append((time.monotonic() - began, lengths(up.database)))
-    last = seen[-1][1]
-    report.say(
-        "", "## An empty database", "", f"{learn_s:g} s of load; from when on each length was what it was at the end:"
-    )
-    settled = {kind: {size: settling(seen, kind, size) for size in by_size} for kind, by_size in last.items()}
-    rows = [
-        [kind, *(f"{by_size[size]} after {settled[kind][size]:.1f} s" if size in by_size else "–" for size in SIZES)]
-        for kind, by_size in last.items()
-    ]
-    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
-    report.check(len(last) == 2, f"both kinds of worker have a table of their own: {len(last)} contexts")
-    return last, max((at for by_size in settled.values() for at in by_size.values()), default=0.0)
-
-
-def settling(seen: list[tuple[float, dict[str, dict[int, int]]]], kind: str, size: int) -> float:
-    """Seconds after which the length was what it was at the end, and stayed so."""
-    last = seen[-1][1][kind][size]
-    return max((at for at, then in seen if then.get(kind, {}).get(size) != last), default=0.0)
-
-
-# Deaths.
 
 
 def kill_worker(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
@@ -206,16 +152,18 @@ def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
     processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
     time.sleep(settle_s)
     crowded.stop()
-    left = time.monotonic()
     shrunk = took(lambda: not all(each.exists() for each in processes))
     time.sleep(settle_s)
     end = time.monotonic()
     requests = clients.requests + crowded.requests
-    tell_what_was_seen(report, requests, [(began - settle_s, began), (began, left), (left, end)], OF_CROWD)
     report.check(grown is not None, f"a third worker serves {told(grown)} after {CROWD} more clients came")
     report.check(shrunk is not None, f"it is gone {told(shrunk)} after they left")
     failed = [each for each in requests if began <= (each.ended or end) < end and each.status != "OK"]
-    report.check(not failed, f"no request was lost by it: {statuses(ended(requests, began, end))}")
+    report.check(not failed, f"no request was lost by it: {statuses(failed)}")
+
+
+def told(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.0f} s"
 
 
 def two_of(found: dict[str, pb.GetServerInfoResponse]) -> dict[str, pb.GetServerInfoResponse] | None:
@@ -242,7 +190,6 @@ def died(
     end = time.monotonic()
     during = clients.between(at, end)
     failed = [each for each in during if each.status != "OK"]
-    tell_what_was_seen(report, clients.requests, [(at - settle_s, at), (at, back), (back, end)])
     begun = [each for each in during if each.began < at]
     lost = [each for each in begun if each.status != "OK"]
     report.say(f"In flight at that moment: {len(begun)} requests, of which {len(lost)} failed.")

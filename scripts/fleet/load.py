@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 import httpx
 import openai
 
-from speclen.console.client import Client
+from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -39,7 +39,6 @@ class Request:
     status: str = "OK"
     words: str = ""
     num_tokens: int = 0
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # when, and seconds per token since the chunk before
 
     @property
     def had_begun_to_stream(self) -> bool:
@@ -110,14 +109,9 @@ class Clients:
     def _one(self, stub: rpc.GenerationServiceStub, request: Request, prompt: str) -> None:
         sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         message = pb.GenerateRequest(text=prompt, sampling_params=sampling, stream=True)
-        last = 0.0
         try:
             for answer in stub.Generate(message, timeout=120):
-                now, tokens = time.monotonic(), len(answer.chunk.token_ids)
-                if last and tokens:
-                    request.gaps.append((now, (now - last) / tokens))
-                if tokens:
-                    last, request.num_tokens = now, request.num_tokens + tokens
+                request.num_tokens += len(answer.chunk.token_ids)
         except grpc.RpcError as error:
             request.status, request.words = error.code().name, first_line(error.details())
         request.ended = time.monotonic()
@@ -130,9 +124,3 @@ def first_line(text: str | None) -> str:
 def statuses(requests: list[Request]) -> str:
     counts = Counter(each.status for each in requests)
     return ", ".join(f"{count} {status}" for status, count in counts.most_common()) or "none"
-
-
-def gap_ms(requests: list[Request], first: float, last: float, share: float = 0.99) -> float:
-    """A quantile of milliseconds per token of the chunks that came between two moments."""
-    gaps = sorted(gap for each in requests for at, gap in each.gaps if first <= at < last)
-    return 1000 * gaps[min(len(gaps) - 1, int(share * len(gaps)))] if gaps else float("nan")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 from nodes import Up
 
-from speclen.console.database import reading
-from speclen.store.queries import view_rows
+from speclen.cli.support.database import reading
 from speclen.v1 import generation_pb2 as pb
 
 SCALING_S, RECOVERY_S = 180.0, 90.0
-SIZES = (1, 2, 4)  # batch sizes whose lengths are shown
 
 
 def took(look: Callable[[], bool]) -> float | None:
@@ -70,27 +66,8 @@ def left_over(up: Up) -> bool:
     return False
 
 
-def lengths(database: Path) -> dict[str, dict[int, int]]:
-    """Length in use by kind of worker and batch size."""
-    found: dict[str, dict[int, int]] = {}
+def num_tables(database: Path) -> int:
+    """Contexts that have learned something."""
     with reading(database) as connection:
-        for row in view_rows(connection, "current_choice"):
-            kind = row["context"].partition("[")[2].partition(",")[0] or row["context"]
-            for size in SIZES:
-                if row["batch_min"] <= size <= row["batch_max"]:
-                    found.setdefault(kind, {})[size] = row["speculation_length"]
-    return found
-
-
-def first_tables() -> list[tuple[datetime, str, float]]:
-    """When each worker had its first table, its name, and the seconds since its start."""
-    found = []
-    for log in Path("/tmp/ray/session_latest/logs").rglob("*"):
-        if log.suffix not in (".err", ".log") or not log.is_file():
-            continue
-        for line in log.read_text(errors="replace").splitlines():
-            if "lengths are the fleet's" in line and line.startswith("{"):
-                told = json.loads(line)
-                at = datetime.fromisoformat(told["timestamp"])
-                found.append((at, told["worker"].rpartition(":")[2], float(told["after_s"])))
-    return found
+        query = "SELECT count(DISTINCT context_id) FROM arm_estimates WHERE num_steps > 0"
+        return int(connection.execute(query).fetchone()[0])

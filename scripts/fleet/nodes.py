@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from speclen.console.client import Client
+from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -57,7 +57,6 @@ class Up:
         command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", ray_address, "--workers", str(workers)]
         command += ["--max-workers", str(max_workers), "--max-batch-size", str(rows)]
         command += ["--listen", address, "--http-listen", http, "--data-dir", str(folder / "data")]
-        command += ["--backup-to", str(folder / "backups"), "--backup-every-s", "5"]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         up = cls(process, address, http, folder / "data", log)

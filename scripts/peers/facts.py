@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from speclen.bench.machine import machine, provenance
+from speclen.cli.support.machine import machine, provenance
 
 PACKAGES = {
     "transformers": "transformers",

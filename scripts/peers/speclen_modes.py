@@ -12,8 +12,10 @@ import grpc
 import typer
 from closed_loop import Clients, Prompt, Requests, summary
 
-from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
+from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import make_request
+from speclen.bench.serving.policies import make_policy
+from speclen.bench.serving.warm import WarmWorker
 from speclen.v1 import generation_pb2_grpc as rpc
 
 
@@ -49,11 +51,12 @@ def main(
         threads=threads,
         max_cached_tokens=0,
     )
-    contender = Contender(policy, profile, seeded=policy == "adaptive" and profile is not None)
-    with Deployment(contender, settings) as deployment, grpc.insecure_channel(deployment.worker.address) as channel:
+    with WarmWorker(settings, profile) as worker, grpc.insecure_channel(worker.address) as channel:
         client = Client(channel)
+        worker.open(make_policy(policy, settings.max_batch_size, settings.max_length, profile))
+        worker.use(policy)
         for number in concurrency:
-            if contender.learns:
+            if policy == "adaptive":
                 Clients(client.send, requests, number).run(learn_s)
             found = Clients(client.send, requests, number).run(seconds)
             summary("speclen", policy, number, threads, *found).print()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 
-from chaos.fault import CannotRunError, Place, fault, require, until
+from chaos.fault import Place, fault, require, until
 from chaos.fleet import SERVING, Fleet, check_database, sleep
 from chaos.load import Load
 from chaos.reporter import CONTEXT, Reporter
@@ -21,25 +17,6 @@ from speclen.v1 import control_pb2_grpc as rpc
 
 STORE = "speclen.store"
 DAY_S = 86_400.0
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 4 MiB. Raises CannotRunError without the right to mount one."""
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        raise CannotRunError(f"needs the right to mount a file system: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill(ballast: Path) -> None:
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
 
 
 def store_is(fleet: Fleet, ok: bool) -> float:
@@ -53,28 +30,6 @@ def check_waiting(fleet: Fleet, reporter: Reporter) -> None:
     until(lambda: reporter.worker.last_seq > sent + 100, "a report while the disk fails")
     require(reporter.num_acknowledged == acknowledged, "a report was acknowledged while the disk took nothing")
     require(fleet.controller.health() == SERVING, "the controller is not SERVING while its disk fails")
-
-
-@fault(
-    "Serving and learning go on in memory, nothing is acknowledged, health of speclen.store says so; all is stored when "
-    "there is room.",
-)
-def disk_full(place: Place) -> str:
-    """The file system of the database is filled to its last byte, and freed again."""
-    with small_disk(place.folder / "disk") as disk, Fleet(place, 0, database=disk / "s.db") as fleet:
-        with Reporter(fleet.controller.address, place.dice, max_unacknowledged=10**6) as reporter:
-            for times in place.rounds(1):
-                if times and disk.stat().st_size and times >= 3:  # the database itself fills the small disk in time
-                    break
-                reporter.wait_for_more()
-                fill(disk / "ballast")
-                store_is(fleet, False)
-                check_waiting(fleet, reporter)
-                (disk / "ballast").unlink()
-                store_is(fleet, True)
-            reporter.finish()
-        reporter.check_stored(fleet.database)
-    return f"full {times or 1} times; {reporter.num_acknowledged:,} reports, all stored, none twice"
 
 
 @fault(

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
-import subprocess
-import sys
 import threading
-import venv
 from collections import Counter
-from pathlib import Path
 
 import grpc
 
-from chaos.fault import BreachError, CannotRunError, Place, fault, require
+from chaos.fault import BreachError, Place, fault, require
 from chaos.fleet import SERVING, Fleet, free_address
 from chaos.load import Load
 from chaos.mutation import mutant
 from chaos.targets import SEEDS, Targets
 from tests.support.damage import damaged
 
-ROOT = Path(__file__).parents[2]
 WANTED = 1_000_000  # messages of a full run
 FULL_S = 45.0  # of a share of the time that makes it a full run
 CODES = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL"}
@@ -136,44 +130,3 @@ def send_http(front: str, data: bytes) -> None:
                 pass
         except OSError:
             return
-
-
-@fault("As above: nothing but refusals in words.")
-def fuzz_by_coverage(place: Place) -> str:
-    """The same doors, by inputs that a coverage-guided fuzzer (atheris, libFuzzer) finds; its wheel is installed into an
-    environment of its own."""
-    python = atheris_python()
-    packages = [path for path in sys.path if path.endswith("site-packages")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "proto"), str(ROOT / "tests"), *packages])}
-    corpus = place.folder / "corpus"
-    corpus.mkdir()
-    for number, seed in enumerate(SEEDS):
-        (corpus / f"{number}").write_bytes(bytes([number]) + seed.SerializeToString())
-    seconds = max(10, int(place.left_s))
-    options = [f"-max_total_time={seconds}", "-rss_limit_mb=3000", "-timeout=10", "-print_final_stats=1"]
-    options += [f"-seed={place.dice.randrange(1, 2**31)}", f"-artifact_prefix={place.folder}/"]
-    done = subprocess.run(
-        [python, "-m", "chaos.coverage", *options, corpus],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds + 240,
-    )
-    words = [line for line in done.stderr.splitlines() if "Error:" in line or "Exception:" in line]
-    require(done.returncode == 0, f"the fuzzer ended with {done.returncode}: {(words or ['?'])[-1][:300]}")
-    stats = dict(line[6:].split(":", 1) for line in done.stderr.splitlines() if line.startswith("stat::"))
-    kept = len(list(corpus.iterdir()))
-    return f"{int(stats['number_of_executed_units']):,} inputs, {kept} of them kept for what they reached"
-
-
-def atheris_python() -> Path:
-    """The interpreter of an environment with atheris, made on first use. Raises CannotRunError."""
-    folder = ROOT / ".chaos"
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True, clear=True)
-    if subprocess.run([python, "-c", "import atheris.function_hooks"], capture_output=True).returncode:
-        made = subprocess.run([python, "-m", "pip", "install", "-q", "atheris"], capture_output=True, text=True)
-        if made.returncode:
-            raise CannotRunError(f"atheris cannot be installed: {made.stderr.strip().splitlines()[-1][:200]}")
-    return python

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -11,15 +10,14 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from chaos import clients, disk, files, fuzz, kills, messages, network  # noqa: F401  (their faults enter themselves)
 from chaos.fault import FAULTS, BreachError, CannotRunError, Fault, Place
-from chaos.page import markdown, write_page
 
 HELP = "Do every fault to real processes and print one table: fault, promise, what was found."
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "chaos.json"
+MARKS = {True: "held", False: "**broken**", None: "not run"}
 BROKEN = Path(__file__).parents[2] / "build" / "chaos"  # logs of faults whose promise was broken, without --keep
 
 
@@ -73,8 +71,6 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of every random choice (default: 1)")
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     parser.add_argument("--keep", metavar="FOLDER", help="leave logs and databases in this folder")
-    parser.add_argument("--json", metavar="FILE", help="write the findings there as well")
-    parser.add_argument("--write-page", action="store_true", help="renew docs/robustness.md with the findings")
     return parser.parse_args(given)
 
 
@@ -86,28 +82,22 @@ def main(given: list[str] | None = None) -> None:
             print(f"{fault.name:32} {fault.does}")
         return
     findings = run(chosen(options.only, options.brief), options)
-    print(markdown(findings))
-    if options.json:
-        Path(options.json).write_text(as_json(findings))
-    if options.write_page:
-        findings_of_page = kept(findings)
-        RESULTS.write_text(as_json(findings_of_page))
-        write_page(findings_of_page)
+    print(table(findings))
     sys.exit(any(each.passed is False for each in findings))
 
 
-def as_json(findings: list[Finding]) -> str:
-    return json.dumps([asdict(each) for each in findings], indent=1) + "\n"
-
-
-def kept(findings: list[Finding]) -> list[Finding]:
-    """These, and of the faults that were not made now what the page has, in the faults' order."""
-    found = {each.fault: each for each in [*stored_findings(), *findings]}
-    return [found[name] for name in FAULTS if name in found]
-
-
-def stored_findings() -> list[Finding]:
-    return [Finding(**each) for each in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+def table(findings: list[Finding]) -> str:
+    """As Markdown: docs/explanation/robustness.md keeps one."""
+    lines = ["| Fault | Promise | Found | Again with |", "|---|---|---|---|"]
+    for each in findings:
+        cells = (
+            f"**{each.fault}**. {each.does}",
+            each.promise,
+            f"{MARKS[each.passed]}: {each.found}",
+            f"`{each.command}`",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:
@@ -122,8 +112,9 @@ def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:
             print(f"{fault.name}: {fault.does}", file=sys.stderr, flush=True)
             place = folder / f"{fault.name}-{os.getpid()}"
             finding = make(fault, share_s, options.seed, place)
-            mark = {True: "held", False: "BROKEN", None: "not run"}[finding.passed]
-            print(f"  {mark} after {finding.seconds:.0f} s: {finding.found}", file=sys.stderr, flush=True)
+            print(
+                f"  {MARKS[finding.passed]} after {finding.seconds:.0f} s: {finding.found}", file=sys.stderr, flush=True
+            )
             if finding.passed is False and not options.keep:
                 print(f"  logs: {keep_logs(place)}", file=sys.stderr, flush=True)
             findings.append(finding)

@@ -14,7 +14,8 @@ import torch
 
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends import openvino
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.packed_linear import private_copy
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare
@@ -23,7 +24,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
-# The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda, for which docs/architecture.md names them.
+# The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("SPECLEN_TEST_DEVICE", "cpu"))
 NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")
 # What OpenVINO computes in on this machine.
@@ -189,12 +190,15 @@ def random_prompt(generator: random.Random, longest: int = 40) -> list[int]:
 @torch.no_grad()
 def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
     """Logits [tokens, vocab] of the model alone, in transformers' own attention."""
-    used = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return model(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().cpu()
-    finally:
-        model.set_attn_implementation(used)
+    return eager(model)(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().cpu()
+
+
+@functools.lru_cache(maxsize=8)
+def eager(model: Any) -> Any:
+    """The model in transformers' own attention, with the same weights."""
+    ours = private_copy(model)
+    ours.set_attn_implementation("eager")
+    return ours
 
 
 def check_greedy(model: object, one: GenerationRequest, ids: list[int]) -> int:

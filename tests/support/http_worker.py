@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 
 from speclen.transport.credentials import ServerSecurity
@@ -31,6 +33,7 @@ from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.server import create_server
 from speclen.worker.service.servicer import GenerationServicer
 from tests.support.engines import make_engine
+from tests.support.waiting import until
 
 MODEL = "tiny"
 KEY = "0123456789abcdef"
@@ -137,7 +140,20 @@ def http_worker(
 
 def until_idle(engine: Engine, timeout_s: float = 60.0) -> None:
     """Wait until the engine holds no sequence and no request waits."""
-    deadline = time.monotonic() + timeout_s
-    while (load := engine.load()).num_running or load.num_waiting:
-        assert time.monotonic() < deadline, "rows were not freed"
-        time.sleep(0.01)
+    until(lambda: not (engine.load().num_running or engine.load().num_waiting), timeout_s)
+
+
+def post(worker: HttpWorker, body: Any, path: str = "/v1/completions") -> httpx.Response:
+    """body: bytes are sent as they are, everything else as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30)
+
+
+def connected(worker: HttpWorker) -> socket.socket:
+    host, _, port = worker.http.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def head(line: str, headers: dict[str, Any]) -> bytes:
+    """The beginning of a request."""
+    return "".join([f"{line} HTTP/1.1\r\nHost: x\r\n", *(f"{k}: {v}\r\n" for k, v in headers.items()), "\r\n"]).encode()

@@ -8,7 +8,6 @@ purpose has to wait for the next message that is ahead of all others, because du
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import queue
 import random
@@ -20,7 +19,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import grpc
@@ -175,92 +173,38 @@ class ReportingWorker:
                 yield group
 
 
-# Forks controllers from a process that has imported everything: most of a start is imports, and 200 take their time.
-FORKED = multiprocessing.get_context("forkserver")
-# Starting one process polls all others. A status can be read only once, and of two threads that read it at the same
-# time, one for its own process and one in passing, multiprocessing lets the later one put 255 in its place.
-POLLING = threading.Lock()
-FORKED.set_forkserver_preload(
-    [
-        "speclen.cli.app",
-        "speclen.cli.controller",
-        "speclen.controller.service.server",
-        "kill_harness",
-        "pytest",
-        "speclen.transport.logs",
-    ]
-)
-
-
-def command_line(database: Path) -> list[str]:
-    arguments = ["controller", "--listen", "127.0.0.1:0", "--db", str(database), "--commit-interval-s", "0.02"]
-    return ["speclen", *arguments]
-
-
-def run_forked(database: Path, failpoint: str, log: Path, output: Connection) -> None:
-    """The same as `speclen controller`, in a process that was forked for it."""
-    from speclen.cli.app import main
-
-    os.dup2(output.fileno(), 1)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.environ["SPECLEN_FAILPOINT"] = failpoint
-    sys.argv = command_line(database)
-    main()
-
-
 class ControllerProcess:
-    """A real `speclen controller` on a port of its own choice. forked: without the time that imports take."""
+    """A real `speclen controller` on a port of its own choice."""
 
-    def __init__(self, database: Path, failpoint: str = "", log: Path | None = None, forked: bool = False) -> None:
-        log = log or database.with_name("controller.log")
-        self.start_s = 0.0
-        self.started = time.monotonic()
-        self.returncode: int | None = None
-        reading, writing = FORKED.Pipe(duplex=False)
-        if forked:
-            self.process = FORKED.Process(target=run_forked, args=(database, failpoint, log, writing), daemon=True)
-            with POLLING:
-                self.process.start()
-        else:
-            with log.open("ab") as errors:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "speclen.cli.app", *command_line(database)[1:]],
-                    stdout=writing.fileno(),
-                    stderr=errors,
-                    env={**os.environ, "SPECLEN_FAILPOINT": failpoint},
-                )
-        writing.close()
-        self.output = os.fdopen(os.dup(reading.fileno()))
-        reading.close()
+    def __init__(self, database: Path, failpoint: str = "", log: Path | None = None) -> None:
+        listen = ["--listen", "127.0.0.1:0", "--db", str(database), "--commit-interval-s", "0.02"]
+        with (log or database.with_name("controller.log")).open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "speclen.cli.app", "controller", *listen],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "SPECLEN_FAILPOINT": failpoint},
+            )
 
     def wait_until_serving(self) -> str:
         """Its address; empty if it died before."""
-        line = self.output.readline()
-        self.start_s = time.monotonic() - self.started
+        line = self.process.stdout.readline() if self.process.stdout else ""
         return line.split(" serving on ")[1].split(",")[0] if line else ""
 
     def end(self, number: int) -> int:
         """Send a signal and wait; returns the exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
-        assert self.wait_for_death(30.0), f"signal {number} did not end it"
-        assert self.returncode is not None
-        return self.returncode
+        self.process.send_signal(number)
+        return self.wait(30.0)
 
-    def wait_for_death(self, timeout_s: float) -> bool:
-        """False if it still lives after timeout_s."""
-        if isinstance(self.process, subprocess.Popen):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-            self.returncode = self.process.returncode
-        else:
-            wait([self.process.sentinel], timeout_s)
-            with POLLING:
-                self.returncode = self.process.exitcode
-        if self.returncode is None:
-            return False
-        self.output.close()
-        return True
+    def wait(self, timeout_s: float) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        try:
+            self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode
 
 
 class Lane:
@@ -281,10 +225,7 @@ class Lane:
             for number, (target, draft, device) in enumerate(keys, start=1)
         ]
         self.num_kills = 0
-        self.kills_at: dict[str, int] = {}
-        self.start_times_s: list[float] = []
         self.worker_failures: list[Exception] = []
-        self.aborted = False  # set when another lane has failed
         self._address = ""
         self._done = False
 
@@ -297,8 +238,6 @@ class Lane:
             thread.start()
         try:
             for failpoint in plan:
-                if self.aborted:
-                    return
                 self._one_life(failpoint)
             self._end_in_peace()
         finally:
@@ -320,36 +259,18 @@ class Lane:
             time.sleep(0.005)
 
     def _one_life(self, failpoint: str) -> None:
-        forked = self.dice.random() < 0.85
-        controller = ControllerProcess(self.database, failpoint, forked=forked)
-        if not failpoint and self.dice.random() < 0.15:  # while it starts: imports, recovery, restoring
-            time.sleep(self.dice.uniform(0.0, 0.1 if forked else 1.0))
-            self._killed(controller, "while starting")
-            return
-        self._address = controller.wait_until_serving()
-        if self._address and not forked:
-            self.start_times_s.append(controller.start_s)
-        if failpoint:
-            died = controller.wait_for_death(60.0)
-            self._address = ""
-            if not died:
-                controller.end(signal.SIGKILL)
-            assert died, f"the controller never came to {failpoint}; workers: {self.worker_failures or 'well'}"
-            assert controller.returncode == -signal.SIGKILL, f"{controller.returncode} at {failpoint}"
-            self._count(failpoint.partition(":")[0])
+        controller = ControllerProcess(self.database, failpoint)
+        if not failpoint and self.dice.random() < 0.3:  # while it starts: imports, recovery, restoring
+            time.sleep(self.dice.uniform(0.1, 1.0))
+            code = controller.end(signal.SIGKILL)
         else:
-            time.sleep(self.dice.expovariate(1 / 0.12))
-            self._killed(controller, "at random")
-
-    def _killed(self, controller: ControllerProcess, where: str) -> None:
-        code = controller.end(signal.SIGKILL)
+            self._address = controller.wait_until_serving()
+            if not failpoint:
+                time.sleep(self.dice.expovariate(1 / 0.12))
+            code = controller.wait(60.0) if failpoint else controller.end(signal.SIGKILL)
         self._address = ""
-        assert code == -signal.SIGKILL, f"the controller ended by itself, with {code}"
-        self._count(where)
-
-    def _count(self, where: str) -> None:
+        assert code == -signal.SIGKILL, f"{code} at {failpoint or 'a random moment'}"
         self.num_kills += 1
-        self.kills_at[where] = self.kills_at.get(where, 0) + 1
 
     def _end_in_peace(self) -> None:
         """A last life, in which everything is acknowledged and the controller is asked to stop."""

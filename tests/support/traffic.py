@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest
 from tests.support import engines, tiny_models
 from tests.support.engines import Collected, RandomArms, RandomLengths, check_greedy
 
-NUM_REQUESTS = 240  # for each of nine families
+NUM_REQUESTS = 160
 
 
 @dataclass
@@ -84,4 +84,4 @@ def check_outputs(target: object, requests: list[GenerationRequest], collected: 
         if one.fixed_length == 0:
             assert last.num_draft_tokens == 0
     assert num_ties <= 2
-    assert num_tokens > 1000
+    assert num_tokens > 5 * len(requests)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-import time
-import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from speclen.cli.backup import backup
-from speclen.console.errors import UserError
-from speclen.store.backup import copy as backup_copy
-from speclen.store.backup_place import BackupPlace
-from speclen.store.connection import StoreError, sqlite3
+from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from tests.support.database_rows import write_database
 from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now
 
 
 def to_file(target: Path, db: Path, overwrite: bool = False) -> None:
-    backup(target, db, "", every=0.0, keep=1, overwrite=overwrite, as_json=False)
+    backup(target, db, overwrite, as_json=False)
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
@@ -106,34 +99,6 @@ def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, h
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == []
 
 
-def test_an_error_of_reading_is_the_databases_and_one_of_writing_the_places(tmp_path):
-    """SQLite says "disk I/O error" of both: the database is read again to tell which it was."""
-    copy = tmp_path / "copy.db"
-
-    class Source:
-        """An open database of which no copy can be made. whole: whether it can be read."""
-
-        def __init__(self, whole: bool) -> None:
-            self.whole = whole
-
-        def backup(self, target: object) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
-
-        def execute(self, query: str) -> Source:
-            if "integrity_check" in query and not self.whole:
-                raise sqlite3.OperationalError("disk I/O error")
-            self.row = (0, "main", "/data/s.db") if "database_list" in query else ("ok",)
-            return self
-
-        def fetchone(self) -> tuple[object, ...]:
-            return self.row
-
-    with pytest.raises(StoreError, match=r"/data/s\.db cannot be copied \(disk I/O error\)"):
-        backup_copy(Source(whole=False), copy)
-    with pytest.raises(StoreError, match=r"copy\.db cannot be written \(disk I/O error\)"):
-        backup_copy(Source(whole=True), copy)
-
-
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     original = write_database(tmp_path / "s.db")
     with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
@@ -142,22 +107,3 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(UserError, match=r"folder cannot be written"):
         to_file(tmp_path / "folder", original, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]
-
-
-def test_again_and_again_goes_on_over_a_full_temporary_folder(tmp_path, monkeypatch, capsys):
-    """Story: the loop ended with a traceback, though it says that the next copy is tried."""
-    database, url = write_database(tmp_path / "s.db"), f"memory://{uuid.uuid4().hex}"
-    num_copies: list[int] = []
-
-    def sleep(_: float) -> None:
-        num_copies.append(len(BackupPlace(url, "s").names()))
-        if len(num_copies) == 2:
-            raise KeyboardInterrupt
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # there is room again
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    monkeypatch.setattr("speclen.cli.backup.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    monkeypatch.setattr("speclen.cli.backup.end_as_by_ctrl_c", lambda: None)
-    backup(None, database, url, every=60.0, keep=1, overwrite=False, as_json=False)
-    assert num_copies == [0, 1]
-    assert "no copy was made, the next is tried in 60 s: there is no room for a copy" in capsys.readouterr().err

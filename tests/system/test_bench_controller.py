@@ -1,49 +1,41 @@
-"""The benchmark's workers tell a controller plausible things, and its figures are what they say they are."""
+"""Simulated workers tell a controller plausible things, and the figures of its load are what they say they are."""
 
 import asyncio
-import json
 import random
+import time
 
 import pytest
-from typer.testing import CliRunner
 
-from speclen.bench.service import swarm
-from speclen.bench.service.controller import controller
-from speclen.bench.service.swarm import SimulatedWorker, round_trips, simulated_steps, throughput
+from speclen.bench.fleet.load import load_of, throughput
+from speclen.bench.fleet.swarm import SimulatedWorker, connect, simulated_steps
 from speclen.controller.wire.ingest import read_step
 from speclen.records import Limits
 from tests.support.control_fakes import run, served
 
 
-def test_simulated_steps_are_plausible_and_repeatable():
-    steps = simulated_steps(random.Random(3), 200)
-    for seq, step in enumerate(steps, start=1):
+class Process:
+    """The controller of this process: its processor time is all of it."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def cpu_s(self):
+        return time.perf_counter()
+
+
+def test_simulated_steps_are_plausible():
+    for seq, step in enumerate(simulated_steps(random.Random(3), 200), start=1):
         step.seq = seq
         assert read_step(step, Limits(32, 8)).seq == seq
-    again = simulated_steps(random.Random(3), 200)
-    assert [step.latency_s for step in steps] == [step.latency_s for step in again]
 
 
 def test_every_report_sent_is_taken_and_durable(tmp_path):
     async def story():
         async with served(tmp_path) as at:
-            started = []
-            num, seconds = await throughput(at.address, 4, 16, 1000, 0, lambda: started.append(True))
-            assert started == [True]
-            assert num == 4 * 16 * (1000 // 64)
-            assert seconds > 0
-            assert at.service.totals.num_reports == num
+            found = await throughput(Process(at.address), 4, 16, 1000)
+            assert at.service.totals.num_reports == 4 * 16 * (1000 // 64)
             assert not at.service.totals.refused
-
-    run(story)
-
-
-def test_every_paced_report_has_a_round_trip():
-    async def story():
-        async with served(None) as at:
-            trips = await round_trips(at.address, 3, 50.0, 1.0, 0, 0.2, lambda: None)
-            assert trips.num == 3 * 50
-            assert 0 < trips.p50_ms <= trips.p99_ms <= trips.p999_ms <= trips.max_ms
+            assert found.reports_per_s == pytest.approx(1e6 / found.cpu_us_per_report, rel=0.01)
 
     run(story)
 
@@ -52,7 +44,7 @@ def test_a_worker_that_is_cut_off_is_an_error_and_no_good_figure():
     async def story():
         async with served(None) as at:
             worker = SimulatedWorker(0, simulated_steps(random.Random(0), 8))
-            (channel,) = await swarm.connect(at.address, 1)
+            (channel,) = await connect(at.address, 1)
             with pytest.raises(Exception, match="RegisterWorker"):
                 await worker.flood(channel, [worker.message(4)])
             await channel.close()
@@ -60,17 +52,18 @@ def test_a_worker_that_is_cut_off_is_an_error_and_no_good_figure():
     asyncio.run(story())
 
 
-def test_the_command_prints_json():
-    import typer
+@pytest.mark.parametrize("sample_every", [1, 4])
+def test_workers_report_what_they_are_asked_for(tmp_path, sample_every):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            at.service.sampling.sample_every, at.service.sampling.judge = sample_every, lambda: None
+            load = await load_of(Process(at.address), 10, 20, warm_up_s=1.0, seconds=2.0)
+            assert sum(at.service.totals.refused.values()) == 0
+            assert (load.num_workers, load.sample_every) == (10, sample_every)
+            assert load.reports_per_s == pytest.approx(10 * 40 / sample_every, rel=0.6)
+            assert load.messages_per_s == pytest.approx(load.reports_per_s / 20, rel=0.3)
+            assert load.busy == pytest.approx(1.0, abs=0.3)
+            assert 0.0 < load.call_p50_ms <= load.call_p99_ms
+            assert 0.0 < load.trip_p50_ms <= load.trip_p99_ms
 
-    app = typer.Typer()
-    app.command()(controller)
-    options = ["--reports", "640", "--workers", "2", "--paced-workers", "2", "--seconds", "1", "--warm-up-s", "0"]
-    result = CliRunner().invoke(app, [*options, "--repeats", "1", "--no-pin", "--json"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
-    for storage in ("sqlite", "off"):
-        figures = document["storage"][storage]
-        assert figures["reports_per_s"]["median"] > 0
-        assert figures["round_trips"] == 80
-    assert document["machine"]["cores"] >= 1
+    run(story)

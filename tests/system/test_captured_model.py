@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from speclen.records import StepFlag, StepRecord
-from speclen.worker.backends.captured_model import CapturedModel, padded_rows, reach
-from speclen.worker.backends.prompt_blocks import MOST_BLOCKS, sizes_up_to
-from speclen.worker.backends.recording import Recording, RerunRecorder
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.pass_shape import reach
+from speclen.worker.backends.torch.prompt_blocks import MOST_BLOCKS, sizes_up_to
+from speclen.worker.backends.torch.recording import Recording, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy
@@ -61,6 +62,11 @@ def captured(model: object) -> CapturedModel:
     return model
 
 
+def num_kept(model: object) -> int:
+    """Recordings that a model keeps; none is made."""
+    return captured(model).record_ahead(until=0.0)
+
+
 def texts(engine: Engine, num: int = 9) -> list[list[int]]:
     """Outputs of a few ragged requests, more than there are rows."""
     requests = [engines.request(str(n), list(range(1, 3 + 5 * n)), max_tokens=12 + n) for n in range(num)]
@@ -90,23 +96,6 @@ def test_recorded_and_plain_steps_give_the_same_tokens(sampling: dict[str, float
         collected = engines.generate(engine, *requests)
         outputs.append([collected.ids(one.request_id) for one in requests])
     assert outputs[0] == outputs[1]
-
-
-def test_recordings_are_bounded_and_the_oldest_goes() -> None:
-    recorder = CountingRecorder()
-    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder, max_recordings=3)
-    texts(engine)
-    assert recorder.num_recordings == engine.target.num_first_uses + engine.draft.num_first_uses > 6
-    assert len(captured(engine.target)._passes) == 3
-
-
-def test_what_was_recorded_once_is_not_recorded_again() -> None:
-    recorder = CountingRecorder()
-    engine = engines.make_engine(recorder=recorder)
-    texts(engine)
-    before = recorder.num_recordings
-    texts(engine)
-    assert recorder.num_recordings == before
 
 
 def test_passes_are_recorded_before_anybody_is_served() -> None:
@@ -139,7 +128,7 @@ def catches_up(result: StepRecord) -> bool:
 def test_what_is_recorded_ahead_is_bounded() -> None:
     recorder = CountingRecorder()
     engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
-    assert [len(captured(model)._passes) for model in (engine.target, engine.draft)] == [5, 5]
+    assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
     assert recorder.num_recordings == 10 + num_blocks_recorded(engine)
     recorder = CountingRecorder()
     engines.make_engine(recorder=recorder, record_ahead_s=0)
@@ -149,8 +138,7 @@ def test_what_is_recorded_ahead_is_bounded() -> None:
 def test_recording_ahead_ends_where_memory_does() -> None:
     recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
     engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
-    assert len(captured(engine.draft)._passes) == 4
-    assert not captured(engine.target)._passes
+    assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
     assert texts(engine) == texts(engines.make_engine())
 
 
@@ -162,23 +150,13 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
     chooser = RandomLengths(1, longest=3)
     with caplog.at_level(logging.WARNING):
         engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **settings)
-        passes = captured(engine.target)._passes
-        assert {(shape.num_rows, shape.num_queries) for shape in passes} == {
-            *((rows, queries) for rows in (1, 2) for queries in (1, 2, 3, 4)),
-            *((4, 1), (4, 2)),
-        }
+        assert num_kept(engine.target) == 2 * 4 + 2, "1 and 2 rows of up to 4 queries, 4 rows of up to 2"
         before = recorder.num_recordings
         found = texts(engine)
     assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **settings))
     assert recorder.num_recordings <= before + sum(map(catches_up, chooser.records))
     told = [record.getMessage() for record in caplog.records if "recording of PassShape" in record.getMessage()]
     assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no graphs here"), torch.OutOfMemoryError("full")])
-def test_an_engine_starts_where_nothing_can_be_recorded(error: Exception) -> None:
-    engine = engines.make_engine(recorder=BrokenRecorder(error), record_ahead_s=60, check_models=True)
-    assert texts(engine) == texts(engines.make_engine())
 
 
 def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -191,30 +169,10 @@ def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pyt
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
 
 
-def test_without_memory_for_more_the_rest_runs_unrecorded() -> None:
-    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
-    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder)
-    assert texts(engine) == texts(engines.make_engine(chooser=RandomLengths(1, longest=5)))
-    assert engine.target.num_first_uses + engine.draft.num_first_uses == 4
-
-
 def test_a_pool_without_spare_places_is_refused() -> None:
     plain = engines.make_engine().target
     with pytest.raises(ValueError, match="spare ones are needed"):
         CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
-
-
-def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
-    assert [padded_rows(rows, 30) for rows in (1, 2, 3, 5, 8, 9, 17, 30)] == [1, 2, 4, 8, 8, 16, 24, 30]
-    assert [reach(tokens, 1000) for tokens in (1, 128, 129, 193, 257, 385, 900)] == [128, 128, 192, 256, 384, 512, 1000]
-    for tokens in range(1, 4096):
-        assert tokens <= reach(tokens, 4096) <= max(128, 1.5 * tokens)
-
-
-def test_a_plain_engine_records_nothing() -> None:
-    engine = engines.make_engine(max_recordings=0)
-    assert not isinstance(engine.target, CapturedModel)
-    assert engine.target.num_first_uses == 0
 
 
 def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:
@@ -231,7 +189,7 @@ def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alon
 def test_what_rows_that_fill_up_have_written_is_read_by_nobody() -> None:
     """It need not be finite, and masking adds: 0 times what is not finite spoils the row that has the place next."""
     engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
-    spare = captured(engine.target)._spare_position
+    spare = captured(engine.target).pool.max_length - captured(engine.target).max_queries
     assert spare < engine.target.pool.max_length == reach(193, engine.target.pool.max_length)
     for model in (engine.target, engine.draft):
         for layer in captured(model).pool.layers:

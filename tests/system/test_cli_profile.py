@@ -13,13 +13,13 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-import speclen.bench.profile.run
-import speclen.cli.profile
-from speclen.bench.profile.analysis import analyse, ms_per_token
-from speclen.bench.profile.document import ProfileDocument, read_document
-from speclen.bench.profile.importing import Destination
-from speclen.console.client import Client
-from speclen.console.errors import UserError
+import speclen.cli.profile.measuring
+import speclen.cli.profile.profile
+from speclen.cli.profile.analysis import analyse, ms_per_token
+from speclen.cli.profile.document import ProfileDocument, read_document
+from speclen.cli.profile.importing import Destination
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
@@ -32,7 +32,6 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.seeding import knows_context, profile_request
-from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker
@@ -47,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def call(*arguments: object) -> Any:
     """Runs the verb; errors of the user are raised."""
-    return CliRunner().invoke(speclen.cli.profile.app, [str(a) for a in arguments], catch_exceptions=False)
+    return CliRunner().invoke(speclen.cli.profile.profile.app, [str(a) for a in arguments], catch_exceptions=False)
 
 
 def fail(*arguments: object) -> str:
@@ -88,7 +87,6 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert stored.context.target == document.context.target
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
-    assert not list((measured / "profiles").glob("*.partial.json"))
 
 
 def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
@@ -100,16 +98,6 @@ def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: P
         del content["details"][name]
     (tmp_path / "earlier.json").write_text(json.dumps(content))
     assert read_document(tmp_path / "earlier.json").profile == document.profile
-
-
-def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ProfileSettings((1,), (0,), 1.0)
-
-    def name(commit: str) -> Path:
-        monkeypatch.setattr(speclen.bench.profile.run, "provenance", lambda: {"commit": commit})
-        return speclen.bench.profile.run.partial_of(tmp_path, KEY, settings, ["text"]).path
-
-    assert name("a") == name("a") != name("b")
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
@@ -192,7 +180,6 @@ def change(content: dict[str, Any], path: Sequence[object], value: object) -> di
     [
         (["format"], "something"),
         (["version"], 2),
-        (["format"], "speclen-profile-partial"),
         (["cells"], []),
         (["cells", 0, "step_s"], -1.0),
         (["cells", 0, "step_s"], float("nan")),
@@ -217,32 +204,16 @@ def test_files_that_are_no_profile_are_refused(
     assert "not JSON" in fail("show", file)
 
 
-def test_an_interrupted_run_is_kept_and_gone_on_with_but_never_used(
+def test_an_interrupted_run_makes_no_profile(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ["run", *models(folders), "--batch-sizes", "1,2", "--lengths", "0,1", "--budget-s", 3, "--precision", 0.5]
-    run += ["--data-dir", tmp_path, "--db", tmp_path / "s.db"]
-    original = ProfileSamples.add
-
     def interrupted(self: ProfileSamples, step: Any) -> None:
-        original(self, step)
-        if self.num_rounds == 1:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(ProfileSamples, "add", interrupted)
-    result = call(*run)
-    assert result.exit_code == 130
-    assert "goes on from there" in result.stderr
-    assert not (tmp_path / "s.db").exists()
-    (partial,) = (tmp_path / "profiles").glob("*.json")
-    assert "unfinished profile" in fail("show", partial)
-    assert "unfinished profile" in fail("import", partial, *models(folders), "--db", tmp_path / "s.db")
-    monkeypatch.setattr(ProfileSamples, "add", original)
-    result = call(*run)
-    assert result.exit_code == 0
-    assert "going on with the profile that was interrupted" in result.stderr
-    assert not partial.exists()
-    assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+    run = ["run", *models(folders), "--batch-sizes", "1", "--lengths", "0", "--budget-s", 3]
+    assert call(*run, "--data-dir", tmp_path, "--db", tmp_path / "s.db").exit_code == 130
+    assert not list(tmp_path.rglob("*.*"))
 
 
 @pytest.mark.parametrize(
@@ -270,23 +241,6 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
         for s in range(4)
     )
     return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
-
-
-def test_diff_marks_what_is_certain_and_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
-    paths = []
-    for number, scale in enumerate((1.0, 1.5)):
-        paths.append(tmp_path / f"{number}.json")
-        paths[-1].write_text(json.dumps(document(scale).to_json()))
-    rows = json.loads(call("diff", *paths, "--json").stdout)
-    assert len(rows) == 12
-    assert all(row["is_certain"] for row in rows)
-    assert rows[0]["second_ms"] / rows[0]["first_ms"] == pytest.approx(1.5)
-    assert not any(row["is_certain"] for row in json.loads(call("diff", paths[0], paths[0], "--json").stdout))
-    assert "+50.0% !" in call("diff", *paths).stdout
-    lonely = document(1.0).to_json()
-    lonely["cells"] = [{**lonely["cells"][0], "batch_size": 64}]
-    paths[0].write_text(json.dumps(lonely))
-    assert "in common" in fail("diff", *paths)
 
 
 def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> None:
@@ -323,7 +277,7 @@ def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, mo
 
 
 def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
-    """How many are kept is for the controller to say, and it may have been told to keep them for years."""
+    """Retention is the controller's to decide; it may have been told to keep reports for years."""
     store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
     assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None

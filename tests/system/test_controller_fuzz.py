@@ -12,7 +12,7 @@ from speclen.controller.service.servicer import registration as read_registratio
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.store.records import StoredState
 from speclen.v1 import control_pb2 as pb
-from tests.support.control_fakes import group, identity, registration, report, run, served
+from tests.support.control_fakes import controller_story, group, identity, registration, report
 from tests.support.damage import damaged
 
 SERVICE = "/speclen.v1.ControlService/"
@@ -65,29 +65,26 @@ profiles = st.builds(
 )
 
 
-def test_damaged_bytes_end_in_a_status_and_the_next_worker_is_served():
-    async def story():
-        async with served(None, commit_interval_s=0.01) as at:
-            await at.stub.RegisterWorker(registration())
-            dice = random.Random(5)
-            seen = set()
-            for method, message in UNARY.items():
-                call = at.channel.unary_unary(SERVICE + method)
-                for _ in range(60):
-                    seen.add(await code_of(call(damaged(message.SerializeToString(), dice), timeout=5)))
-            open_stream = at.channel.stream_stream(SERVICE + "StreamReports")
-            for _ in range(60):
-                seen.add(await stream_code(open_stream, damaged(group(1, 4).SerializeToString(), dice)))
-            assert seen <= EXPECTED, seen
-            assert len(seen) >= 3, "damage of many kinds should meet several answers"
-            await at.stub.RegisterWorker(registration("after", epoch=2**60))
-            call = at.stub.StreamReports()
-            request = group(1, 3)
-            request.worker.CopyFrom(identity("after", 2**60))
-            await call.write(request)
-            assert (await call.read()).applied_seq == 3
-
-    run(story)
+@controller_story(commit_interval_s=0.01)
+async def test_damaged_bytes_end_in_a_status_and_the_next_worker_is_served(at):
+    await at.stub.RegisterWorker(registration())
+    dice = random.Random(5)
+    seen = set()
+    for method, message in UNARY.items():
+        call = at.channel.unary_unary(SERVICE + method)
+        for _ in range(60):
+            seen.add(await code_of(call(damaged(message.SerializeToString(), dice), timeout=5)))
+    open_stream = at.channel.stream_stream(SERVICE + "StreamReports")
+    for _ in range(60):
+        seen.add(await stream_code(open_stream, damaged(group(1, 4).SerializeToString(), dice)))
+    assert seen <= EXPECTED, seen
+    assert len(seen) >= 3, "damage of many kinds should meet several answers"
+    await at.stub.RegisterWorker(registration("after", epoch=2**60))
+    call = at.stub.StreamReports()
+    request = group(1, 3)
+    request.worker.CopyFrom(identity("after", 2**60))
+    await call.write(request)
+    assert (await call.read()).applied_seq == 3
 
 
 async def code_of(call) -> str:

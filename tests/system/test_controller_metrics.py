@@ -3,24 +3,12 @@
 import asyncio
 import re
 import threading
-import urllib.request
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from speclen.controller.config import ControllerConfig
-from speclen.controller.service.metrics import ControllerCollector, bucket_label, serve_metrics
-from speclen.transport.settings import settings_of
+from speclen.controller.service.metrics import ControllerCollector, bucket_label
 from speclen.v1 import control_pb2 as pb
-from tests.support.control_fakes import group, identity, registration, report, run, served, status_of
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "controller.md"
-
-
-def test_every_setting_is_on_the_page_and_no_other():
-    told = re.findall(r"^\| `--([\w-]+)[^|]*\|", DOCUMENT.read_text(), re.MULTILINE)
-    both = re.findall(r"^\| `--[\w-]+`, `--([\w-]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert {name.replace("-", "_") for name in told + both} == set(settings_of(ControllerConfig))
+from tests.support.control_fakes import controller_story, group, identity, registration, report, status_of
 
 
 def page(servicer) -> str:
@@ -35,92 +23,53 @@ def value(text: str, name: str) -> float:
     return float(found.group(1))
 
 
-def test_counts_follow_what_happened(tmp_path):
-    async def story():
-        async with served(tmp_path) as at:
-            await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            await call.write(group(1, 30))
-            await call.read()
-            await call.write(
-                pb.StreamReportsRequest(reports=[report(30), report(35), report(36, latency_s=-1.0), report(37)])
-            )
-            await call.read()
-            await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
-            await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-            at.service.refresh()
-            await call.write(group(40, 49))
-            await call.read()
-            await at.service.learn_all()
-            text = page(at.controller.servicer)
-            assert value(text, "reports_total") == 42
-            assert value(text, "reports_repeated_total") == 1
-            assert value(text, "reports_missing_total") == 6
-            assert value(text, 'reports_refused_total{reason="latency_s"}') == 1
-            assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
-            assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
-            assert value(text, "store_ok") == 1
-            [choice] = [c for c in at.service.estimator.table(key(at)).choices if c.batch_min <= 4 <= c.batch_max]
-            bucket = bucket_label(choice.batch_min, choice.batch_max)
-            labels = f'{{batch_bucket="{bucket}",context="t + d on cpu:test, float32"}}'
-            assert value(text, f"speculation_length{labels}") == choice.arm.speculation_length
-            assert value(text, f"predicted_ms_per_token{labels}") > 0
-            assert value(text, "sample_every") == 1
-            assert page(at.controller.servicer).count("\n") == text.count("\n")
-
-    run(story)
+@controller_story(stored=True)
+async def test_counts_follow_what_happened(at):
+    await at.stub.RegisterWorker(registration())
+    call = at.stub.StreamReports()
+    await call.write(group(1, 30))
+    await call.read()
+    await call.write(pb.StreamReportsRequest(reports=[report(30), report(35), report(36, latency_s=-1.0), report(37)]))
+    await call.read()
+    await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
+    await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+    at.service.refresh()
+    await call.write(group(40, 49))
+    await call.read()
+    await at.service.learn_all()
+    text = page(at.controller.servicer)
+    assert value(text, "reports_total") == 42
+    assert value(text, "reports_repeated_total") == 1
+    assert value(text, "reports_missing_total") == 6
+    assert value(text, 'reports_refused_total{reason="latency_s"}') == 1
+    assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
+    assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
+    assert value(text, "store_ok") == 1
+    [choice] = [c for c in at.service.estimator.table(key(at)).choices if c.batch_min <= 4 <= c.batch_max]
+    bucket = bucket_label(choice.batch_min, choice.batch_max)
+    labels = f'{{batch_bucket="{bucket}",context="t + d on cpu:test, float32"}}'
+    assert value(text, f"speculation_length{labels}") == choice.arm.speculation_length
+    assert value(text, f"predicted_ms_per_token{labels}") > 0
+    assert value(text, "sample_every") == 1
+    assert page(at.controller.servicer).count("\n") == text.count("\n")
 
 
 def key(at):
     return next(iter(at.service.registry.contexts))
 
 
-def test_the_page_is_served_over_http():
-    async def story():
-        async with served(None) as at:
-            config = ControllerConfig(in_memory=True, metrics_listen="127.0.0.1:0")
-            running = at.controller
-            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
-            served_page = serve_metrics(collector, config)
-            assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, served_page.address)
-            served_page.server.shutdown()
-            served_page.server.server_close()
-
-    run(story)
-
-
-def test_numbers_are_read_where_they_change():
+@controller_story
+async def test_numbers_are_read_where_they_change(at):
     """Reading them from the page's thread would meet collections that grow under its hands."""
+    running = at.controller
+    collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+    read, threads = collector.read, []
 
-    async def story():
-        async with served(None) as at:
-            running = at.controller
-            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
-            read, threads = collector.read, []
+    def noted():
+        threads.append(threading.get_ident())
+        return read()
 
-            def noted():
-                threads.append(threading.get_ident())
-                return read()
-
-            collector.read = noted
-            found = await asyncio.to_thread(lambda: list(collector.collect()))
-            assert threads == [threading.get_ident()]
-            assert found
-
-    run(story)
-
-
-def fetched(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=5) as answer:
-        return answer.read().decode()
-
-
-def test_every_metric_is_documented():
-    async def story():
-        async with served(None) as at:
-            found = re.findall(r"^# HELP (speclen_controller_\w+)", page(at.controller.servicer), re.MULTILINE)
-            names = {name.removesuffix("_total") for name in found}
-            documented = set(re.findall(r"`(speclen_controller_\w+)", DOCUMENT.read_text()))
-            assert names <= documented, names - documented
-
-    run(story)
+    collector.read = noted
+    found = await asyncio.to_thread(lambda: list(collector.collect()))
+    assert threads == [threading.get_ident()]
+    assert found

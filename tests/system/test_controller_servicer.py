@@ -6,16 +6,16 @@ import math
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from speclen.cli.doctor import examine
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
-from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import (
     CONTEXT,
     LIMITS,
+    controller_story,
     group,
     identity,
     registration,
@@ -86,85 +86,23 @@ def test_the_life_of_a_report(tmp_path):
     run(story)
 
 
-def test_every_message_is_answered_and_the_table_comes_when_it_changed():
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            versions = []
-            for number in range(30):
-                if number % 3 == 0:
-                    await call.write(pb.StreamReportsRequest(worker=identity()))
-                else:
-                    await call.write(group(10 * number + 1, 10 * number + 10))
-                answer = await call.read()
-                if answer.HasField("table"):
-                    versions.append(answer.table.decision_version)
-            assert versions == sorted(set(versions)), "no version is sent twice"
-
-    run(story)
-
-
-def test_a_table_that_changed_is_pushed_to_the_other_workers():
-    async def story():
-        async with served(None) as at:
-            for worker_id in ("w", "listener"):
-                await at.stub.RegisterWorker(registration(worker_id))
-            listener = at.stub.StreamReports()
-            await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
-            first = (await listener.read()).table.decision_version
-            # Length 2 with everything accepted, at the price of length 0: plain decoding cannot stay in use.
-            call = at.stub.StreamReports()
-            await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
-            await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
-            await call.write(group(129, 192, speculation_length=4, latency_s=0.021, accepted_histogram=[0, 0, 0, 0, 4]))
-            while True:
-                answer = await listener.read()
-                if answer.HasField("table"):
-                    break
-            assert answer.table.decision_version > first
-
-    run(story)
-
-
-def test_unary_and_stream_share_one_numbering():
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration())
-            for seq in range(1, 6):
-                answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-                assert answer.applied_seq == seq
-                assert 0 <= answer.speculation_length <= 4
-            call = at.stub.StreamReports()
-            await call.write(group(1, 8))
-            assert (await call.read()).applied_seq == 8
-            assert at.service.totals.num_repeated == 5
-
-    run(story)
-
-
-def test_a_bad_report_is_refused_alone_and_counted():
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration())
-            request = pb.ReportStepRequest(worker=identity(), report=report(1, latency_s=math.nan))
-            code, details = await status_of(at.stub.ReportStep(request))
-            assert (code, "latency_s is nan" in details) == ("INVALID_ARGUMENT", True)
-            call = at.stub.StreamReports()
-            await call.write(
-                pb.StreamReportsRequest(
-                    worker=identity(),
-                    reports=[report(2), report(3, latency_s=-1.0), report(4, batch_size=5), report(5)],
-                )
-            )
-            answer = await call.read()
-            assert (answer.num_refused, answer.applied_seq) == (2, 5)
-            assert "report 4: accepted_histogram sums to 4" in answer.last_refusal
-            await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-            assert at.service.totals.num_reports == 2
-            assert at.service.totals.refused == {"latency_s": 2, "accepted_histogram": 1}
-
-    run(story)
+@controller_story
+async def test_a_table_that_changed_is_pushed_to_the_other_workers(at):
+    for worker_id in ("w", "listener"):
+        await at.stub.RegisterWorker(registration(worker_id))
+    listener = at.stub.StreamReports()
+    await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
+    first = (await listener.read()).table.decision_version
+    # Length 2 with everything accepted, at the price of length 0: plain decoding cannot stay in use.
+    call = at.stub.StreamReports()
+    await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
+    await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
+    await call.write(group(129, 192, speculation_length=4, latency_s=0.021, accepted_histogram=[0, 0, 0, 0, 4]))
+    while True:
+        answer = await listener.read()
+        if answer.HasField("table"):
+            break
+    assert answer.table.decision_version > first
 
 
 @pytest.mark.parametrize(
@@ -185,44 +123,38 @@ def test_a_bad_report_is_refused_alone_and_counted():
         ({"policy": "x" * 65}, "policy"),
     ],
 )
-def test_a_registration_is_checked_field_by_field(changes, named):
-    async def story():
-        async with served(None) as at:
-            request = registration()
-            for field, value in changes.items():
-                if isinstance(value, str):
-                    setattr(request, field, value)
-                else:
-                    getattr(request, field).CopyFrom(value)
-            code, details = await status_of(at.stub.RegisterWorker(request))
-            assert (code, named in details) == ("INVALID_ARGUMENT", True), details
-            assert not at.service.registry.workers
-
-    run(story)
+@controller_story
+async def test_a_registration_is_checked_field_by_field(at, changes, named):
+    request = registration()
+    for field, value in changes.items():
+        if isinstance(value, str):
+            setattr(request, field, value)
+        else:
+            getattr(request, field).CopyFrom(value)
+    code, details = await status_of(at.stub.RegisterWorker(request))
+    assert (code, named in details) == ("INVALID_ARGUMENT", True), details
+    assert not at.service.registry.workers
 
 
-def test_old_and_unknown_lives_are_refused():
-    async def story():
-        async with served(None) as at:
-            unary = pb.ReportStepRequest(worker=identity(), report=report(1))
-            assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
-            await at.stub.RegisterWorker(registration(epoch=7))
-            stream = at.stub.StreamReports()
-            await stream.write(group(1, 4))
-            await stream.read()
-            await at.stub.RegisterWorker(registration(epoch=8))
-            assert (await status_of(drained(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
-            for attempt in (
-                at.stub.RegisterWorker(registration(epoch=7)),
-                at.stub.ReportStep(unary),
-                first_answer(at, 7),
-            ):
-                code, details = await status_of(attempt)
-                assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
-            await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-            assert at.service.totals.num_reports == 4
-
-    run(story)
+@controller_story
+async def test_old_and_unknown_lives_are_refused(at):
+    unary = pb.ReportStepRequest(worker=identity(), report=report(1))
+    assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
+    await at.stub.RegisterWorker(registration(epoch=7))
+    stream = at.stub.StreamReports()
+    await stream.write(group(1, 4))
+    await stream.read()
+    await at.stub.RegisterWorker(registration(epoch=8))
+    assert (await status_of(drained(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
+    for attempt in (
+        at.stub.RegisterWorker(registration(epoch=7)),
+        at.stub.ReportStep(unary),
+        first_answer(at, 7),
+    ):
+        code, details = await status_of(attempt)
+        assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
+    await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+    assert at.service.totals.num_reports == 4
 
 
 async def drained(call):
@@ -237,57 +169,48 @@ async def first_answer(at, epoch):
     return await call.read()
 
 
-def test_a_profile_seeds_a_context_and_is_checked():
-    async def story():
-        async with served(None) as at:
-            answer = await at.stub.ImportProfile(PROFILE)
-            assert (answer.profile_id, answer.num_cells) == (1, 15)
-            table = (await at.stub.RegisterWorker(registration())).table
-            assert table.choices[0].speculation_length == 4, "at batch size 1 the longest pays in this profile"
-            rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
-            assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
-            for change, named in (
-                (lambda p: p.ClearField("cells"), "cells"),
-                (lambda p: p.cells.add(batch_size=1, step_s=0.1, num_steps=1), "two cells"),
-                (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
-                (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
-                (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
-                (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
-                (lambda p: p.survival.append(0.9), "survival has 5"),
-                (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
-                (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
-                (lambda p: p.context.ClearField("target"), "context.target"),
-            ):
-                profile = pb.ImportProfileRequest()
-                profile.CopyFrom(PROFILE)
-                change(profile)
-                code, details = await status_of(at.stub.ImportProfile(profile))
-                assert (code, named in details) == ("INVALID_ARGUMENT", True), details
-
-    run(story)
+@controller_story
+async def test_a_profile_seeds_a_context_and_is_checked(at):
+    answer = await at.stub.ImportProfile(PROFILE)
+    assert (answer.profile_id, answer.num_cells) == (1, 15)
+    table = (await at.stub.RegisterWorker(registration())).table
+    assert table.choices[0].speculation_length == 4, "at batch size 1 the longest pays in this profile"
+    rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
+    assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
+    for change, named in (
+        (lambda p: p.ClearField("cells"), "cells"),
+        (lambda p: p.cells.add(batch_size=1, step_s=0.1, num_steps=1), "two cells"),
+        (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
+        (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
+        (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
+        (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
+        (lambda p: p.survival.append(0.9), "survival has 5"),
+        (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
+        (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
+        (lambda p: p.context.ClearField("target"), "context.target"),
+    ):
+        profile = pb.ImportProfileRequest()
+        profile.CopyFrom(PROFILE)
+        change(profile)
+        code, details = await status_of(at.stub.ImportProfile(profile))
+        assert (code, named in details) == ("INVALID_ARGUMENT", True), details
 
 
-def test_an_unknown_context_is_no_empty_table():
-    async def story():
-        async with served(None) as at:
-            code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
-            assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
-            assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
-
-    run(story)
+@controller_story
+async def test_an_unknown_context_is_no_empty_table(at):
+    code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
+    assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
+    assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
 
 
-def test_a_worker_gets_no_length_beyond_its_own_limit():
-    async def story():
-        async with served(None) as at:
-            await at.stub.ImportProfile(PROFILE)
-            short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
-            table = (await at.stub.RegisterWorker(registration("short", limits=short))).table
-            assert max(choice.speculation_length for choice in table.choices) == 1
-            full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
-            assert max(choice.speculation_length for choice in full.choices) == 4
-
-    run(story)
+@controller_story
+async def test_a_worker_gets_no_length_beyond_its_own_limit(at):
+    await at.stub.ImportProfile(PROFILE)
+    short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
+    table = (await at.stub.RegisterWorker(registration("short", limits=short))).table
+    assert max(choice.speculation_length for choice in table.choices) == 1
+    full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
+    assert max(choice.speculation_length for choice in full.choices) == 4
 
 
 @pytest.mark.parametrize(
@@ -298,87 +221,24 @@ def test_a_worker_gets_no_length_beyond_its_own_limit():
         ({"flags": [1] * 1_000_000, "accepted_histogram": [5]}, "accepted_histogram has 1 entries"),
     ],
 )
-def test_what_is_far_too_long_is_refused_in_a_short_sentence(changes, words):
+@controller_story
+async def test_what_is_far_too_long_is_refused_in_a_short_sentence(at, changes, words):
     """A refused report used to be read whole, and quoted in every later answer of the stream."""
-
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
-            answer = await call.read()
-            assert answer.num_refused == 1
-            assert words in answer.last_refusal
-            assert len(answer.last_refusal) < 1000
-
-    run(story)
+    await at.stub.RegisterWorker(registration())
+    call = at.stub.StreamReports()
+    await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
+    answer = await call.read()
+    assert answer.num_refused == 1
+    assert words in answer.last_refusal
+    assert len(answer.last_refusal) < 1000
 
 
-def test_health_and_reflection_are_on_the_same_port():
-    async def story():
-        async with served(None) as at:
-            health = health_pb2_grpc.HealthStub(at.channel)
-            for name in ("", "speclen.v1.ControlService", "speclen.store"):
-                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
-            call = reflection_pb2_grpc.ServerReflectionStub(at.channel).ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            names = {service.name for service in (await call.read()).list_services_response.service}
-            assert "speclen.v1.ControlService" in names
-            call.cancel()
-
-    run(story)
-
-
-def test_a_token_is_needed_on_every_method(tmp_path):
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef\n")
-
-    async def story():
-        async with served(None, token_file=token) as at:
-            health = health_pb2_grpc.HealthStub(at.channel)
-            for call in (
-                at.stub.RegisterWorker(registration()),
-                at.stub.GetLearnedTable(pb.GetLearnedTableRequest()),
-                health.Check(health_pb2.HealthCheckRequest()),
-                at.stub.StreamReports().read(),
-            ):
-                assert (await status_of(call))[0] == "UNAUTHENTICATED"
-            metadata = (("authorization", "Bearer 0123456789abcdef"),)
-            await at.stub.RegisterWorker(registration(), metadata=metadata)
-            call = at.stub.StreamReports(metadata=metadata)
-            await call.write(group(1, 2))
-            assert (await call.read()).applied_seq == 2
-
-    run(story)
-
-
-def test_a_mistake_of_ours_is_logged_and_not_told(monkeypatch):
-    async def story():
-        async with served(None) as at:
-            monkeypatch.setattr(at.service.estimator, "rows", lambda key: 1 / 0)
-            await at.stub.RegisterWorker(registration())
-            code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
-            assert (code, "division" in details) == ("INTERNAL", False)
-
-    run(story)
-
-
-def test_a_mistake_in_the_estimator_costs_one_group_and_no_more(tmp_path, monkeypatch):
-    async def story():
-        async with served(tmp_path) as at:
-            await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            with monkeypatch.context() as broken:
-                broken.setattr(at.service.estimator, "observe", lambda *arguments: 1 / 0)
-                await call.write(group(1, 10))
-                await until_durable(call, 10)
-            await call.write(group(11, 20))
-            await until_durable(call, 20)
-            assert at.service.totals.refused == {"estimator": 10}
-            assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(11, 21))
-
-    run(story)
+@controller_story
+async def test_a_mistake_of_ours_is_logged_and_not_told(at, monkeypatch):
+    monkeypatch.setattr(at.service.estimator, "rows", lambda key: 1 / 0)
+    await at.stub.RegisterWorker(registration())
+    code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
+    assert (code, "division" in details) == ("INTERNAL", False)
 
 
 def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):
@@ -436,10 +296,15 @@ def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
     run(story)
 
 
-def test_a_token_for_reading_has_to_be_another_one_beside_a_token(tmp_path):
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef")
-    with pytest.raises(ValueError, match="--read-token-file needs --token-file"):
-        ServerSecurity(read_token_file=token)
-    with pytest.raises(ValueError, match="--read-token-file holds a token of --token-file"):
-        ServerSecurity(token_file=token, read_token_file=token).interceptors()
+@controller_story(stored=True, commit_interval_s=0.05)
+async def test_two_machines_with_one_name_are_told(at, tmp_path):
+    other = pb.ContextKey(target="t", draft="d", device="cuda:other", dtype="float32")
+    await at.stub.RegisterWorker(registration(epoch=7, address="one:7080"))
+    await at.stub.RegisterWorker(registration(epoch=8, address="one:7080"))  # started again
+    assert not at.service.totals.drift
+    await at.stub.RegisterWorker(registration(epoch=9, address="two:7080", context=other))
+    assert at.service.totals.drift == {"worker": 1}
+    assert await at.service.journal.finish(10.0)
+    [finding] = [each for each in examine(tmp_path / "test.db") if each.check == "isolated workers"]
+    assert f"two workers call themselves w: {CONTEXT.device} at one:7080 and cuda:other at two:7080" in finding.found
+    assert "--worker-id" in finding.advice

@@ -50,8 +50,8 @@ def wait_for(condition, timeout_s: float = 60.0) -> None:
 def controller(small_disk, tmp_path):
     controller = ControllerProcess(small_disk / "s.db", log=tmp_path / "controller.log")
     yield controller
-    if controller.returncode is None:
-        controller.end(signal.SIGKILL)
+    controller.process.kill()
+    controller.process.wait()
 
 
 def test_a_full_disk_stops_nothing_but_the_acknowledgements(small_disk, tmp_path, controller):

@@ -1,21 +1,22 @@
 """Real processes: a worker decodes, reports go to a controller, and what was learned stands in SQLite."""
 
+import json
 import signal
-import socket
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models
 from tests.support.addresses import free_address
 from tests.support.fleet import PROMPT, Fleet, generate
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -34,14 +35,6 @@ def rows(database: Path, query: str) -> list[tuple]:
         connection.close()
 
 
-def until(condition, timeout_s: float = 60.0):
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-    return value
-
-
 def test_reports_of_real_decoding_become_a_learned_table(fleet):
     fleet.controller().wait_until_serving(30)
     worker = fleet.worker("bundled:target", "bundled:draft", "--max-batch-size", "8")
@@ -49,7 +42,9 @@ def test_reports_of_real_decoding_become_a_learned_table(fleet):
 
     sampling = pb.SamplingParams(max_tokens=32, ignore_eos=True)
     with ThreadPoolExecutor(8) as pool:
-        plain = pool.submit(generate, worker.address, sampling_params=sampling, speculation=off()).result()
+        plain = pool.submit(
+            generate, worker.address, sampling_params=sampling, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF)
+        ).result()
         outputs = [
             pool.submit(generate, worker.address, sampling_params=sampling, stream=index % 2 == 0)
             for index in range(24)
@@ -68,10 +63,6 @@ def test_reports_of_real_decoding_become_a_learned_table(fleet):
     )
     assert best
     assert all(count == 1 for _, count in best)
-
-
-def off() -> pb.Speculation:
-    return pb.Speculation(mode=pb.Speculation.MODE_OFF)
 
 
 def serving_from_a_directory(fleet, folder: Path, family: str, *options: str) -> Child:
@@ -109,9 +100,31 @@ def test_a_worker_outlives_its_controller_and_loses_no_report(fleet, tmp_path):
     assert rows(fleet.database, "select count(*), count(distinct seq) from step_reports") == [(num_steps, num_steps)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_path, family):
-    worker = serving_from_a_directory(fleet, tmp_path, family, "--controller", "")
+def test_both_edges_serve_and_a_stream_ends_before_the_worker_does(fleet):
+    http = free_address()
+    options = ("--controller", "", "--http-listen", http, "--served-model-name", "pair")
+    worker = fleet.worker("bundled:target", "bundled:draft", *options)
+    worker.wait_until_serving(120)
+    body = {"model": "pair", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    url = f"http://{http}/v1/completions"
+    text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
+    sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True)
+    assert generate(worker.address, sampling_params=sampling)[-1].complete.text == text
+
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+        lines = response.iter_lines()
+        events = [next(lines)]
+        worker.process.send_signal(signal.SIGTERM)
+        events += [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    pieces = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1] if event]
+    assert "".join(pieces) == text
+    assert worker.process.wait(30) == 0
+    assert "Traceback" not in worker.log_file.read_text()
+
+
+def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_path):
+    worker = serving_from_a_directory(fleet, tmp_path, "gpt2", "--controller", "")
     with grpc.insecure_channel(worker.address) as channel:
         stub = rpc.GenerationServiceStub(channel)
         sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -128,16 +141,8 @@ def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_
     ("arguments", "words"),
     [
         (["worker", "--target", "/no/such/model"], "/no/such/model"),
-        (["worker", "--policy", "greedy"], "'greedy'"),
-        (["worker", "--policy", "fixed:9"], "fixed:9"),
-        (["worker", "--policy", "profile"], "--profile"),
-        (["worker", "--listen", "nowhere"], "nowhere"),
-        (["worker", "--profile", "/no/such/profile.json"], "/no/such/profile.json"),
         (["controller", "--db", "/proc/speclen.db"], "/proc/speclen.db"),
-        (["generate", "hello", "--speculation", "many"], "'many'"),
         (["generate", "hello", "--worker", "127.0.0.1:1"], "127.0.0.1:1"),
-        (["up", "--listen", "7080"], "7080"),
-        (["tables", "--db", "/no/such.db"], "/no/such.db"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, arguments, words):
@@ -150,19 +155,3 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, arguments, words):
     said = child.log_file.read_text()
     assert "Traceback" not in said
     assert words in child.last_line()
-
-
-def test_a_taken_port_is_named(fleet, tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for verb in ("worker", "controller"):
-            child = fleet.start(verb, [verb, "--listen", address, *data_dir(verb, tmp_path)], address)
-            assert child.process is not None
-            assert child.process.wait(60) == 2
-            assert address in child.last_line()
-
-
-def data_dir(verb: str, folder: Path) -> list[str]:
-    return ["--data-dir", str(folder)] if verb == "controller" else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
@@ -14,15 +13,13 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.backends.attention import PackedAttention, RowAttention
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
+from speclen.worker.requests.request import DrainingError, EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import engines, tiny_models
-from tests.support.engines import Arms, Collected, RandomLengths, finish, generate, make_engine, request
+from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -115,15 +112,6 @@ def fail_on(engine: Engine, token: int) -> None:
     engine.target.forward = failing  # type: ignore[method-assign]
 
 
-def test_a_failing_prompt_ends_its_request_only() -> None:
-    engine = make_engine()
-    fail_on(engine, 13)
-    requests = [request("bad", [13, 13]), request("good", PROMPT, max_tokens=8, ignore_eos=True)]
-    collected = generate(engine, *requests)
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert len(collected.ids("good")) == 8
-
-
 def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
     engine, collected, alone = make_engine(), Collected(), make_engine()
     running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
@@ -138,22 +126,6 @@ def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
     assert collected.ids("running") == generate(alone, running).ids("running")
     assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
     assert engine.load().num_kv_tokens_used == 0
-
-
-def test_a_failing_first_token_ends_its_request_only() -> None:
-    engine = make_engine()
-    honest = engine.runner._first_tokens
-
-    def failing(completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Any:
-        if any(sequence.request.request_id == "bad" for sequence, _ in completed):
-            raise RuntimeError("no token")
-        return honest(completed)
-
-    engine.runner._first_tokens = failing  # type: ignore[method-assign]
-    names = ("first", "bad", "last")
-    collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert len(collected.ids("first")) == len(collected.ids("last")) == 8
 
 
 @pytest.mark.parametrize("broken", ["draft", "verification"])
@@ -194,75 +166,18 @@ def test_a_failing_callback_is_the_callers_problem() -> None:
     assert len(collected.ids("x")) == 5
 
 
-def test_the_engine_survives_what_fails_outside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    collected, ended = Collected(), threading.Event()
-
-    def tell(output: SequenceOutput) -> None:
-        collected(output)
-        if output.finish_reason is not None:
-            ended.set()
-
-    def fails(sequence: SequenceState, *args: object) -> None:
-        monkeypatch.undo()
-        raise MemoryError
-
-    monkeypatch.setattr(SequenceState, "start_sampling", fails)
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    for name, reason in (("x", FinishReason.ABORT), ("y", FinishReason.LENGTH)):
-        ended.clear()
-        engine.submit(request(name, PROMPT, max_tokens=3, ignore_eos=True), tell)
-        assert ended.wait(30)
-        assert collected.reason(name) is reason
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
-
-
-def test_a_row_whose_text_fails_ends_alone() -> None:
-    """Story: the whole batch was aborted, though every other row had its tokens already."""
-    engine, collected = make_engine(chooser=2), Collected()
-    for name in ("a", "bad", "b"):
-        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True), collected)
-    for _ in range(3):
-        engine.step()
-    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
-    bad._detokenizer.push = fail  # type: ignore[method-assign]
-    finish(engine)
-    assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
-    alone = generate(make_engine(), request("x", PROMPT, max_tokens=30, ignore_eos=True)).ids("x")
-    assert collected.ids("a") == collected.ids("b") == alone
-
-
-def test_what_a_pass_writes_is_noted_before_it_runs() -> None:
-    """Story: a pass that failed had written to pages that nobody knew of, and its rows were freed without them."""
-    chooser, noted = RandomLengths(2, longest=4), Counter[str]()
-    engine = make_engine(chooser=chooser, max_batch_size=6, prefill_chunk=16, max_recordings=0)
-    assert engine.draft is not None
-
-    def check(model: CachedModel, attention: RowAttention | PackedAttention) -> None:
-        for part in attention.parts if isinstance(attention, PackedAttention) else [attention]:
-            for row, positions in enumerate(part.positions, part.first_row):
-                assert model.pool._touched[row] > int(positions.max())
-        noted["target" if model is engine.target else "draft"] += 1
-
-    for model in (engine.target, engine.draft):
-        assert isinstance(model, CachedModel)
-        model.run = lambda ids, positions, attention, kept, m=model, run=model.run: (  # type: ignore[method-assign]
-            check(m, attention) or run(ids, positions, attention, kept)
-        )
-    rng = random.Random(2)
-    requests = [
-        request(str(at), engines.random_prompt(rng), max_tokens=12, fixed_length=rng.choice([None, 0, 3]))
-        for at in range(20)
-    ]
-    generate(engine, *requests)
-    assert min(noted.values()) > 40
-    assert len(noted) == 2
-
-
 # The engine's own end.
+
+
+def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
+    engine = make_engine()
+    collected = Collected()
+    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
+    engine.drain()
+    with pytest.raises(DrainingError, match="draining"):
+        engine.submit(request("y", PROMPT), collected)
+    finish(engine)
+    assert len(collected.ids("x")) == 10
 
 
 class Running:

@@ -1,11 +1,5 @@
 """The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
 
-import asyncio
-import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import grpc
 import httpx
 import openai
@@ -43,10 +37,6 @@ def over_grpc(worker, prompt=PROMPT, speculation=None, **sampling):
             text=prompt, sampling_params=pb.SamplingParams(**sampling), speculation=speculation
         )
         return [r.complete for r in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
-
-
-def text_of(ids):
-    return tiny_models.tokenizer().decode(ids, skip_special_tokens=True)
 
 
 def test_models(client):
@@ -126,14 +116,6 @@ def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client):
     assert whole.choices[0].prompt_token_ids == prompt_ids
 
 
-def test_a_stream_is_events_that_end_with_done(worker):
-    with httpx.stream("POST", f"{worker.url}/v1/completions", json={"prompt": PROMPT, "stream": True}) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = response.read().decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events[:-2])
-
-
 def test_several_prompts_and_sequences_are_choices_in_order(client):
     prompts = [PROMPT, "def step(self, batch):", [5, 6, 7]]
     got = client.completions.create(prompt=prompts[:2], n=2, **GREEDY)
@@ -203,20 +185,6 @@ def test_chat(worker, client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_chat_may_fill_the_context(client):
-    chat = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"ignore_eos": True}, temperature=0
-    )
-    assert chat.usage.total_tokens == tiny_models.MAX_POSITIONS
-    short = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "Hi"}],
-        max_completion_tokens=3,
-        extra_body={"ignore_eos": True},
-    )
-    assert short.usage.completion_tokens == 3
-
-
 def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large(client, monkeypatch):
     """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
     monkeypatch.setattr("speclen.worker.http.translate.MAX_ANSWER_LOGPROBS", 100)
@@ -225,43 +193,6 @@ def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large
     assert [len(choice.logprobs.content) for choice in chat.choices] == [10, 10]
     with pytest.raises(openai.BadRequestError, match="use stream"):
         client.chat.completions.create(n=2, max_tokens=11, **asked)
-
-
-def test_a_negative_seed_is_the_same_as_that_plus_two_to_the_64th(worker, client):
-    answers = [
-        client.completions.create(model=MODEL, prompt="a", seed=seed, max_tokens=16, extra_body={"ignore_eos": True})
-        for seed in (-2, 2**64 - 2, 2)
-    ]
-    texts = [answer.choices[0].text for answer in answers]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monkeypatch):
-    """Any number waited before, for threads that other work needs as well, and the last to come for all before it."""
-    threads = []
-
-    def render(tokenizer, conversation, *_):
-        threads.append(threading.current_thread().name)
-        return conversation[0]["content"]
-
-    monkeypatch.setattr("speclen.worker.http.chat.render", render)
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    with http_worker(max_batch_size=1, max_waiting=1) as worker, ThreadPoolExecutor(8) as pool:
-        go_on, templates = threading.Event(), worker.async_engine.admission.templates
-        blocking = asyncio.run_coroutine_threadsafe(templates.do("another", go_on.wait), worker.loop)
-        asked = []
-        for number in range(3):  # of which the one that comes third is refused
-            path = "/tokenize" if number == 0 else "/v1/chat/completions"
-            asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
-            deadline = time.monotonic() + 30
-            while number < 2 and worker.async_engine.admission.num_waiting < number + 1:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        assert asked[2].result().status_code == 429
-        go_on.set()
-        assert [one.result().status_code for one in asked[:2]] == [200, 200]
-        assert blocking.result(10)
-    assert [name.partition("_")[0] for name in threads] == ["templates"] * 2
 
 
 def test_a_template_that_refuses_and_a_tokenizer_without_one(client):
@@ -304,16 +235,6 @@ def test_a_client_that_stops_reading_frees_its_row(worker, client):
     until_idle(worker.engine)
 
 
-def test_a_client_that_gives_up_waiting_frees_its_row(worker):
-    before = worker.engine.load().num_generated_tokens
-    with pytest.raises(openai.APITimeoutError):
-        worker.client(timeout=0.05).completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=220, n=32, extra_body={"ignore_eos": True}
-        )
-    until_idle(worker.engine)
-    assert worker.engine.load().num_generated_tokens - before < 220 * 32
-
-
 def test_tokens_and_text(worker):
     text = "def f(x): ä 😀"
     url = worker.url
@@ -326,16 +247,6 @@ def test_tokens_and_text(worker):
     assert httpx.post(f"{url}/tokenize", json={}).status_code == 400
     refused = httpx.post(f"{url}/detokenize", json={"tokens": [tiny_models.VOCAB_SIZE]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
-
-
-def test_health_and_version(worker):
-    assert httpx.get(f"{worker.url}/health").status_code == 200
-    assert httpx.get(f"{worker.url}/version").json() == {"version": "1.2.3"}
-    worker.healthy = False
-    try:
-        assert httpx.get(f"{worker.url}/health").status_code == 503
-    finally:
-        worker.healthy = True
 
 
 def test_without_the_key_nothing_is_told(tmp_path):

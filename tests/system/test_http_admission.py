@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
@@ -21,6 +22,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.requests.sequence import SequenceState
 from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.waiting import until
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -41,13 +43,6 @@ def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) 
     assert worker.loop is not None
     worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
     assert done.wait(10)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 def over_grpc(worker: HttpWorker) -> Any:
@@ -180,6 +175,31 @@ def test_a_text_that_cannot_fit_is_refused_in_openais_words(worker: HttpWorker) 
     error = post(worker, ENDLESS | {"prompt": "x" * 1_000_000}).json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert error["message"].startswith("This model's maximum context length is 256 tokens")
+
+
+def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number waited before, for threads that other work needs as well, and the last to come for all before it."""
+    threads: list[str] = []
+
+    def render(tokenizer: Any, conversation: list[dict[str, str]], *_: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return conversation[0]["content"]
+
+    monkeypatch.setattr("speclen.worker.http.chat.render", render)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with http_worker(max_batch_size=1, max_waiting=1) as worker, ThreadPoolExecutor(8) as pool:
+        go_on, templates = threading.Event(), worker.async_engine.admission.templates
+        blocking = asyncio.run_coroutine_threadsafe(templates.do("another", go_on.wait), worker.loop)
+        asked = []
+        for number in range(3):  # of which the one that comes third is refused
+            path = "/tokenize" if number == 0 else "/v1/chat/completions"
+            asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
+            until(lambda number=number: worker.async_engine.admission.num_waiting == min(number + 1, 2))  # type: ignore[misc]
+        assert asked[2].result().status_code == 429
+        go_on.set()
+        assert [one.result().status_code for one in asked[:2]] == [200, 200]
+        assert blocking.result(10)
+    assert [name.partition("_")[0] for name in threads] == ["templates"] * 2
 
 
 def hold(worker: HttpWorker) -> None:

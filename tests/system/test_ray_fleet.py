@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,20 +22,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from speclen.cli.app import with_ray_address
-from speclen.cli.up import OF_FLEETS, refuse_without_ray
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
+from speclen.cli.up.up import OF_FLEETS, refuse_without_ray
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.hosting import RefusedError
-from speclen.integrations.ray.room import check_reachable, check_room
 from speclen.integrations.ray.serving import ServedWorker, follow_controller, guarded
-from speclen.integrations.ray.settings import FleetConfig, fleet_from
-from speclen.store.backup_place import BackupPlace
+from speclen.integrations.ray.settings import FleetConfig, check_reachable, fleet_from
 from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import WorkerConfig
 from tests.support.control_fakes import registration
-from tests.support.database_rows import write_database
 from tests.support.store_rows import rows
 
 PATIENCE_S = 60.0
@@ -101,7 +96,7 @@ def test_a_controller_that_others_reach_must_be_protected(tmp_path):
         config.controller_config("10.0.0.5", {})
     assert FleetConfig(insecure=True).controller_config("10.0.0.5", {}).insecure
     assert FleetConfig(metrics_listen="[::1]:9070").controller_config("127.0.0.1", {}).metrics_listen == "[::1]:9070"
-    # As docs/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
+    # As docs/guides/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
     assert {"controller_cert", "controller_key"} <= set(OF_FLEETS)
     cert, key, token = (tmp_path / name for name in ("cert", "key", "token"))
     guarded = FleetConfig(controller_cert=cert, controller_key=key)
@@ -120,19 +115,6 @@ def test_what_only_ray_can_follow_is_refused_without():
     refuse_without_ray({"max_workers": 0, "cpus_per_worker": 1.0})
     with pytest.raises(UserError, match="--max-workers 4 is for Ray"):
         refuse_without_ray({"max_workers": 4})
-
-
-def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, Any]:
-    return {"Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}}
-
-
-def test_fewer_resources_than_asked_for_are_told_before_anything_starts():
-    check_room(FleetConfig(workers=3, cpus_per_worker=2.0), [node(4), node(3)])
-    with pytest.raises(ValueError, match="room for 2 of 3 workers of 2 CPUs each"):
-        check_room(FleetConfig(workers=3, cpus_per_worker=2.0), [node(3), node(3), node(8, alive=False)])
-    with pytest.raises(ValueError, match="room for 1 of 2 workers of 1 CPUs and 1 GPUs"):
-        check_room(FleetConfig(workers=2, gpus_per_worker=1.0), [node(8), node(1, gpus=4)])
-    check_room(FleetConfig(workers=4, cpus_per_worker=0.1), [node(0.3), node(0.1)])
 
 
 def test_no_cluster_at_the_address_is_told_at_once():
@@ -286,23 +268,6 @@ def register(address: str) -> Any:
         return control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("name", ["same", "symlink", "hard link"])
-def test_a_volume_that_another_controller_uses_is_refused_under_any_name(tmp_path, name):
-    first, second = tmp_path / "first", tmp_path / "second"
-    with hosted(first) as controller:
-        controller.address()
-        second.mkdir()
-        if name == "symlink":
-            (second / "speclen.db").symlink_to(first / "speclen.db")
-        elif name == "hard link":
-            os.link(first / "speclen.db", second / "speclen.db")
-        with (
-            hosted(first if name == "same" else second) as other,
-            pytest.raises(ValueError, match="in use by another controller"),
-        ):
-            other.address()
-
-
 def test_a_successor_waits_for_what_its_predecessor_still_holds(tmp_path):
     with hosted(tmp_path) as first:
         first.address()
@@ -323,11 +288,6 @@ WITH_PAGE = """
 import functools
 ControllerConfig = functools.partial(ControllerConfig, metrics_listen="{page}")
 """
-HANGING_BACKUP = """
-import time
-from speclen.store.backup_place import BackupPlace
-BackupPlace.add_if_changed = lambda *_: time.sleep(3600)
-"""
 
 
 @pytest.mark.parametrize(
@@ -347,15 +307,6 @@ def test_what_cannot_start_says_so_whatever_the_reason(tmp_path, error, words):
         controller.address()
 
 
-def test_a_controller_that_has_failed_ends_its_process_while_a_backup_hangs(tmp_path):
-    """Story: it waited for the backup's thread, and the address of a controller that was no more was given out."""
-    options = {"backup_to": str(tmp_path / "backups"), "backup_every_s": 1.0}
-    with hosted(tmp_path / "volume", broken=HANGING_BACKUP, **options) as controller:
-        controller.address()
-        (tmp_path / "volume" / "speclen.db").unlink()
-        assert controller.process.wait(PATIENCE_S) == 1
-
-
 def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         page = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -364,55 +315,6 @@ def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
         assert "speclen_controller_workers 1.0" in httpx.get(f"http://{page}/metrics").text
     assert controller.process.returncode == 0
     assert rows(tmp_path / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
-
-
-def test_on_another_machine_it_goes_on_from_the_last_backup(tmp_path):
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    with hosted(folder, backup_to=str(place), backup_every_s=1.0) as controller:
-        register(controller.address())
-
-        def backed_up() -> bool:
-            names = BackupPlace(str(place), "speclen").names() if place.exists() else []
-            return bool(names) and rows(place / names[-1], "SELECT count(*) FROM workers") == [(1,)]
-
-        wait_until(backed_up)
-    shutil.rmtree(folder)
-    with hosted(folder, backup_to=str(place), backup_every_s=1.0) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
-
-
-def test_back_on_its_old_machine_it_goes_on_from_what_another_one_added(tmp_path):
-    """Story: it went on from what it had when it left, and what was learned elsewhere since was out of use."""
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    folder.mkdir()
-    write_database(folder / "speclen.db")
-    for num_missing in (0, 7):
-        elsewhere = write_database(tmp_path / "speclen.db", num_missing=num_missing)
-    BackupPlace(str(place), "speclen").add(elsewhere)
-    with hosted(folder, backup_to=str(place)) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(7,)]
-    [kept] = folder.glob("speclen.db.behind-*[0-9]")
-    assert rows(kept, "SELECT num_missing FROM workers") == [(0,)]
-    write_database(folder / "speclen.db", num_missing=8)
-    with hosted(folder, backup_to=str(place)) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(8,)]
-
-
-def test_while_the_place_of_backups_is_away_it_goes_on_from_the_database_it_has(tmp_path):
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    with hosted(folder) as controller:
-        controller.address()
-    place.write_text("no folder")
-    with hosted(folder, backup_to=str(place)) as controller:
-        assert controller.address()
-    with (
-        hosted(tmp_path / "empty", backup_to=str(place)) as controller,
-        pytest.raises(ValueError, match="cannot be used for backups"),
-    ):
-        controller.address()
 
 
 def wait_until(holds: Any) -> None:
@@ -521,12 +423,3 @@ async def joined(worker: ServedWorker, folder: Path) -> None:
             or worker.control.controller.database != str((folder / "speclen.db").resolve())
         ):
             await asyncio.sleep(0.05)
-
-
-def test_settings_survive_the_way_to_a_node():
-    """Ray carries them pickled by cloudpickle; nothing in them may be bound to this process."""
-    import pickle
-
-    config = fleet_from({"workers": "2", "target": "bundled:target-60m"})
-    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
-    assert json.dumps(config.worker) == '{"target": "bundled:target-60m"}'

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import os
-import resource
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import grpc
 import httpx
-import openai
 import pydantic
 import pytest
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.requests.request import QueueFullError, StructuredOutput
-from speclen.worker.service import grammars
-from speclen.worker.service.grammars import Grammars
-from tests.support import tiny_models
 from tests.support.http_worker import MODEL, HttpWorker, http_worker
 
 pytest.importorskip("llguidance")
 
-MANY_FILES = 1100  # more than select.select knows
 REGEX = "[a-z]{3,9}(, [a-z]{2})*"
 
 
@@ -102,33 +91,17 @@ def test_both_edges_write_the_same(worker: HttpWorker) -> None:
             assert all(json.loads(text) is not None for text in ended)
 
 
-def test_a_stream_and_several_prompts(worker: HttpWorker) -> None:
-    fields = {"structured_outputs": {"choice": ["one two three", "four"]}}
-    answer = post(worker, prompt=["a", "b"], **fields).json()
-    assert {choice["text"] for choice in answer["choices"]} <= {"one two three", "four"}
-    streamed = post(worker, stream=True, temperature=0, **fields).text
-    chunks = [json.loads(piece.removeprefix("data: ")) for piece in streamed.split("\n\n")[:-2]]
-    whole = post(worker, temperature=0, **fields).json()["choices"][0]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex '(' cannot be used: unclosed group"),
-        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-around"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", "70000 characters, at most 65536"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "0 choices"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
-        ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", 'unknown name: "foo"'),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
-        ({"structured_outputs": {"json": "7"}}, "structured_outputs", "no JSON schema"),
+        ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", 'unknown name: "foo"'),
         ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type: foo"),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "Unimplemented keys"),
         ({"structured_outputs": {"json": False}}, "structured_outputs", "no JSON schema that anything fits"),
         ({"structured_outputs": {}}, "structured_outputs", "is empty"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "is empty"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "leave one"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs", "False"),
         (
@@ -136,27 +109,13 @@ def test_a_stream_and_several_prompts(worker: HttpWorker) -> None:
             "response_format",
             "response_format.type and structured_outputs.regex are given",
         ),
-        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x.test/y"}}}},
             "response_format",
             "http://x.test/y",
         ),
-        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "regex holds half a character"),
-        (
-            {"structured_outputs": {"grammar": 'start: "\ud800"'}},
-            "structured_outputs",
-            "grammar holds half a character",
-        ),
-        ({"structured_outputs": {"choice": ["a", "\ud800"]}}, "structured_outputs", "choice holds half a character"),
-        ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs", "json holds half a character"),
         ({"structured_outputs": {"json": '{"const": "\ud800"}'}}, "structured_outputs", "json holds half a character"),
-        (
-            {"structured_outputs": {"json": {}, "whitespace_pattern": "\ud800"}},
-            "structured_outputs",
-            "structured_outputs.whitespace_pattern holds half a character",
-        ),
         ({"guided_json": {"type": "object"}}, "guided_json", 'write structured_outputs: {"json": …} instead'),
     ],
 )
@@ -243,175 +202,3 @@ def test_a_grammar_that_turns_out_to_be_too_much_is_the_callers_fault(
 
 
 # Preparing grammars.
-
-
-def run(test: Callable[[Grammars], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    async def main() -> None:
-        prepared = Grammars(tiny_models.tokenizer(), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID], **settings)
-        try:
-            await test(prepared)
-        finally:
-            prepared.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def deep() -> StructuredOutput:
-    """Overflows the library's stack: in the worker's own process that would be its end."""
-    rules = "\n".join(f"r{at}: r{at + 1}" for at in range(4000))
-    return StructuredOutput("grammar", f'start: r0\n{rules}\nr4000: "a"')
-
-
-def slow() -> StructuredOutput:
-    """Seventeen seconds and 300 MB for sixty characters."""
-    return StructuredOutput("json_schema", '{"type": "integer", "multipleOf": 999983}')
-
-
-def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_is_served() -> None:
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "a"), "warm")
-        task = asyncio.create_task(prepared.prepare(slow(), "a"))
-        num_turns = 0
-        while not task.done():
-            await asyncio.sleep(0.001)
-            num_turns += 1
-        with pytest.raises(ValueError, match=r"'{\"type\": \"integer\", \"multipleOf\": 999983}' .* more than 1 s"):
-            await task
-        assert num_turns > 20
-        await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
-
-    run(test, trial_s=1.0)
-
-
-def test_a_process_that_starts_too_slowly_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first answer, when that comes, must not be taken for the next grammar's."""
-
-    async def test(prepared: Grammars) -> None:
-        monkeypatch.setattr(grammars, "START_S", 0.0)
-        with pytest.raises(ValueError, match="more than 0 s"):
-            await prepared.prepare(StructuredOutput("regex", "a"), "a")
-        monkeypatch.setattr(grammars, "START_S", 60.0)
-        with pytest.raises(ValueError, match="unclosed"):
-            await prepared.prepare(StructuredOutput("regex", "("), "a")
-        await prepared.prepare(StructuredOutput("regex", "b"), "a")
-
-    run(test)
-
-
-def test_grammars_are_tried_however_many_files_are_open() -> None:
-    """Story: with 1,000 connections none could be tried, and none any more when they had gone."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most[1] < MANY_FILES + 100:
-        pytest.skip(f"no more than {most[1]} files may be open")
-
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], MANY_FILES + 100), most[1]))
-    try:
-        with contextlib.ExitStack() as files:
-            for _ in range(MANY_FILES):
-                files.enter_context(open(os.devnull))
-            run(test)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, most)
-
-
-def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "a"), "warm")
-        process = prepared._trial._process
-        assert process is not None
-        with monkeypatch.context() as broken:
-            broken.setattr(json, "loads", lambda line: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                prepared._trial.run('{"grammars":[]}')
-        assert process.poll() is not None
-        await prepared.prepare(StructuredOutput("regex", "b"), "a")
-
-    run(test)
-
-
-def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> None:
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "a"), "warm")
-        process = prepared._trial._process
-        with pytest.raises(ValueError, match="too deep or too large"):
-            await prepared.prepare(deep(), "a")
-        assert process is not None
-        assert process.returncode == -signal.SIGSEGV
-        await prepared.prepare(StructuredOutput("regex", "b"), "a")
-
-    run(test)
-
-
-def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> None:
-    """Its answer must not be taken for the next one's."""
-
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "a"), "warm")
-        task = asyncio.create_task(prepared.prepare(slow(), "a"))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(ValueError, match="unclosed"):
-            await prepared.prepare(StructuredOutput("regex", "("), "b")
-        await prepared.prepare(StructuredOutput("regex", "b"), "b")
-
-    run(test)
-
-
-def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_CACHED", 3)
-
-    async def test(prepared: Grammars) -> None:
-        first = await prepared.prepare(StructuredOutput("regex", "0"), "a")
-        for number in (1, 2, 0, 3, 0, 4):
-            await prepared.prepare(StructuredOutput("regex", str(number)), "a")
-        assert [one.text for one in prepared._prepared] == ["3", "0", "4"]
-        assert await prepared.prepare(StructuredOutput("regex", "0", field="elsewhere"), "b") is first
-
-    run(test)
-
-
-def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(prepared: Grammars) -> None:
-        wanted = [StructuredOutput("regex", f"a{number}") for number in range(grammars.MAX_WAITING + 4)]
-        found = await asyncio.gather(*[prepared.prepare(one, "a") for one in wanted], return_exceptions=True)
-        assert sum(isinstance(one, QueueFullError) for one in found) == 3
-        assert not any(isinstance(one, BaseException) and not isinstance(one, QueueFullError) for one in found)
-
-    run(test)
-
-
-def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row copies it: what one may take, thirty-two of one request could not."""
-    monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
-    monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
-
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("choice", '["a", "b"]'), "a")
-        words = json.dumps([f"word {at} of {at * 7919 % 100_003}" for at in range(2_500)])
-        with pytest.raises(ValueError, match=r"takes .* MiB, and may take 0"):
-            await prepared.prepare(StructuredOutput("choice", words), "a")
-
-    run(test, num_rows=4)
-
-
-def test_a_model_that_cannot_is_told() -> None:
-    async def test() -> None:
-        for tokenizer, ends, words in (
-            (tiny_models.tokenizer(), [], "no end token"),
-            (object(), [0], "fast tokenizer"),
-        ):
-            prepared = Grammars(tokenizer, tiny_models.VOCAB_SIZE, ends)
-            with pytest.raises(ValueError, match=words):
-                await prepared.prepare(StructuredOutput("regex", "a"), "a")
-            prepared.close()
-
-    asyncio.run(test())
-
-
-def test_the_client_is_told_in_its_own_class(worker: HttpWorker) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        worker.client().completions.create(model=MODEL, prompt="a", extra_body={"structured_outputs": {"regex": "["}})
-    assert raised.value.param == "structured_outputs"

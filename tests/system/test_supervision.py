@@ -25,45 +25,73 @@ def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test(), 10.0))
 
 
-async def kept_through(*ends: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-    """Keep a part that comes to these ends, one after another, and then runs on; the task that kept it, after `stop`."""
-    supervisor, again, left = Supervisor(), asyncio.Event(), list(ends)
+async def cancelled_from_within() -> None:
+    raise asyncio.CancelledError
+
+
+async def failing() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("broken")
+
+
+async def kept_through(*ends: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Keep a part that comes to these ends, one after another, and then runs on until `stop`."""
+    supervisor, again, stopped, left = Supervisor(), asyncio.Event(), asyncio.Event(), list(ends)
 
     async def part() -> None:
         if left:
             await left.pop(0)()
             return
         again.set()
-        await asyncio.sleep(60)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.set()
 
     supervisor.keep("reporting", part)
     await again.wait()
     assert supervisor.num_failures == {"reporting": len(ends)}
-    (task,) = supervisor._tasks
     await supervisor.stop()
-    return task
+    assert stopped.is_set()
+
+
+async def returns() -> None:
+    pass
+
+
+async def waits_for_what_is_cancelled() -> None:
+    """Story: gRPC cancels a call in which it met an error, and reporting had ended for good with it, without a word."""
+    call = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(call.cancel)
+    await call
 
 
 def test_a_part_that_ends_is_started_again_and_counted() -> None:
-    async def returns() -> None:
-        pass
+    run(lambda: kept_through(failing, returns, waits_for_what_is_cancelled))
 
+
+@pytest.mark.parametrize(
+    ("work", "words"), [(failing, "broken"), (returns, "without a reason"), (cancelled_from_within, "without a reason")]
+)
+def test_a_part_that_may_not_end_fails_however_it_does(work: Any, words: str) -> None:
     async def test() -> None:
-        await kept_through(failing, returns)
+        supervisor = Supervisor()
+        supervisor.start("a task", work())
+        assert str(await supervisor.failure) == f"a task has ended: {words}"
 
     run(test)
 
 
-def test_a_part_that_waits_for_what_was_cancelled_is_started_again() -> None:
-    """Story: gRPC cancels a call in which it met an error, and reporting had ended for good with it, without a word."""
-
-    async def waits() -> None:
-        call = asyncio.ensure_future(asyncio.sleep(60))
-        asyncio.get_running_loop().call_soon(call.cancel)
-        await call
-
+def test_what_is_stopped_on_purpose_is_no_failure_and_a_dead_thread_is_one() -> None:
     async def test() -> None:
-        assert (await kept_through(waits)).cancelled()
+        supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
+        thread.start()
+        supervisor.start("a task", asyncio.sleep(60))
+        await supervisor.stop()
+        assert not supervisor.failure.done()
+        again = Supervisor()
+        again.watch(thread)
+        assert str(await again.failure) == "a thread has ended: its thread is dead"
 
     run(test)
 
@@ -104,15 +132,6 @@ def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: pytest.
     run(test)
 
 
-async def cancelled_from_within() -> None:
-    raise asyncio.CancelledError
-
-
-async def failing() -> None:
-    await asyncio.sleep(0)
-    raise ValueError("broken")
-
-
 @pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
 def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) -> None:
     async def test() -> None:
@@ -127,20 +146,6 @@ def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) 
         with pytest.raises((ValueError, PartFailedError), match=error):
             await until_one_fails(other(), asyncio.sleep(0), work())
         assert ended == ["other"]
-
-    run(test)
-
-
-def test_works_that_run_together_and_return_are_all_waited_for() -> None:
-    async def test() -> None:
-        returned = []
-
-        async def work(seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            returned.append(seconds)
-
-        await until_one_fails(work(0.02), work(0.0))
-        assert returned == [0.0, 0.02]
 
     run(test)
 
@@ -163,15 +168,6 @@ def test_a_failure_in_another_thread_ends_the_waiting_and_the_first_one_counts()
     run(test)
 
 
-def test_being_asked_to_stop_is_no_failure() -> None:
-    async def test() -> None:
-        supervisor, stopping = Supervisor(), asyncio.Event()
-        stopping.set()
-        await supervisor.wait(stopping)
-
-    run(test)
-
-
 def test_a_callback_that_fails_is_counted() -> None:
     async def test() -> None:
         supervisor = Supervisor()
@@ -180,14 +176,6 @@ def test_a_callback_that_fails_is_counted() -> None:
         assert supervisor.num_failures["event loop"] == 1
 
     run(test)
-
-
-def test_a_failure_after_the_loop_has_closed_is_no_error() -> None:
-    async def test() -> Supervisor:
-        return Supervisor()
-
-    supervisor = asyncio.run(test())
-    supervisor.fail("the engine", RuntimeError("late"))
 
 
 def test_an_error_is_described_with_its_place() -> None:
@@ -235,10 +223,3 @@ def test_a_process_whose_loop_hangs_ends_with_a_word_and_code_1() -> None:
     assert done.returncode == 1
     assert "its event loop does not answer" in done.stdout + done.stderr
     assert "<string>:9 main" in done.stdout + done.stderr
-
-
-def test_a_loop_that_has_closed_does_not_hang() -> None:
-    async def test() -> Any:
-        return Supervisor().watch_loop(lambda place: pytest.fail(place))
-
-    asyncio.run(test()).join(5.0)

@@ -16,6 +16,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.observing import tracing
 from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.waiting import until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs pip install 'speclen[otel]'")
 
@@ -50,10 +51,7 @@ def empty(exporter):
 
 def ended(exporter: InMemorySpanExporter, number: int) -> dict[str, ReadableSpan]:
     """The spans by name, once there are so many."""
-    deadline = time.monotonic() + 60
-    while len(exporter.get_finished_spans()) < number:
-        assert time.monotonic() < deadline, [span.name for span in exporter.get_finished_spans()]
-        time.sleep(0.01)
+    until(lambda: len(exporter.get_finished_spans()) >= number)
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
@@ -96,13 +94,6 @@ def test_over_grpc_the_trace_is_named_in_the_metadata(worker, exporter):
     assert request.attributes["speclen.fixed_speculation_length"] == 1
 
 
-def test_a_chat_is_one_and_several_sequences_are_added_up(worker, exporter):
-    post(worker, "chat/completions", messages=[{"role": "user", "content": "a"}], n=2)
-    request = ended(exporter, 4)["chat tiny"]
-    assert request.attributes["gen_ai.usage.output_tokens"] == 24
-    assert request.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
-
-
 def test_what_is_refused_says_why_and_has_no_phase_it_did_not_come_to(worker, exporter):
     gate = hold(worker)
     with futures.ThreadPoolExecutor(4) as pool:
@@ -133,8 +124,8 @@ def test_a_client_that_goes_away_is_an_abort_and_no_error(worker, exporter):
     gate = hold(worker)
     with httpx.stream("POST", f"{worker.url}/v1/completions", json={**BODY, "stream": True}):
         pass
+    threading.Timer(0.5, gate.set).start()  # by when the worker knows that the client has gone
     spans = ended(exporter, 2)
-    gate.set()
     assert spans.keys() == {"text_completion tiny", "queue"}
     request = spans["text_completion tiny"]
     assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
@@ -174,16 +165,6 @@ def test_a_collector_gets_the_spans_that_the_environment_asks_for(monkeypatch):
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     assert spans.keys() == {"text_completion tiny", "queue", "prefill", "decode"}
     assert spans["decode"].trace_id.hex() == TRACE
-
-
-def test_without_a_collector_a_worker_stops_all_the_same(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    opened = tracing.open_tracing("tiny", "worker-1")
-    with http_worker(max_batch_size=2, tracing=opened) as worker:
-        assert post(worker).status_code == 200
-    started = time.monotonic()
-    opened.close()
-    assert time.monotonic() - started < tracing.CLOSE_TIMEOUT_S + 10
 
 
 @pytest.mark.parametrize(

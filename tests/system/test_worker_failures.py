@@ -18,18 +18,14 @@ import grpc
 import httpx
 import pytest
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models
+from tests.support.addresses import free_address
+from tests.support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +89,7 @@ def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start:
         sampling = pb.SamplingParams(max_tokens=60, ignore_eos=True)
         list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", sampling_params=sampling)))
     assert number("speclen_decode_steps_total") > 10
-    deadline = time.monotonic() + 30
-    while number("speclen_reports_buffered") > 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: number("speclen_reports_buffered") <= 3)
 
 
 def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
@@ -133,10 +126,7 @@ def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(sta
         )
         return float(line.split()[-1])
 
-    deadline = time.monotonic() + 60
-    while num_failures() < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: num_failures() >= 2)
     assert worker.is_serving()
     worker.process.send_signal(signal.SIGTERM)
     assert exits(worker, 15)[0] == 0

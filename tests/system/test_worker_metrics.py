@@ -59,11 +59,6 @@ def test_rows_for_which_nothing_was_drafted_are_no_drafts():
     assert counted[0][0] > 3
 
 
-def test_an_address_without_port_is_refused(metrics):
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        metrics.serve("9090")
-
-
 def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
     """It was refused, with advice (--tls-cert, --token-file) that did not help."""
     made, address = make_certificates(tmp_path), free_address()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -90,83 +90,57 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10.0))
+async def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
+    worker = Worker(width=2)
+    async with worker.running("slow", n=2) as unread:
+        other = asyncio.create_task(worker.read("other"))
+        await settled()
+        assert worker.engine.came == ["slow"] * 2
+        worker.engine.end(2)
+        await settled()
+        assert worker.engine.came[2:] == ["other"], "nobody has read anything"
+        worker.engine.end()
+        assert await other == [FinishReason.LENGTH]
+        assert worker.fair_queue.expected_wait_s("a third") == 0.0
+        assert [output.index async for group in unread for output in group] == [0, 1]
 
 
-def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
-    async def test() -> None:
-        worker = Worker(width=2)
-        async with worker.running("slow", n=2) as unread:
-            other = asyncio.create_task(worker.read("other"))
-            await settled()
-            assert worker.engine.came == ["slow"] * 2
-            worker.engine.end(2)
-            await settled()
-            assert worker.engine.came[2:] == ["other"], "nobody has read anything"
-            worker.engine.end()
-            assert await other == [FinishReason.LENGTH]
-            assert worker.fair_queue.expected_wait_s("a third") == 0.0
-            assert [output.index async for group in unread for output in group] == [0, 1]
-
-    run(test)
-
-
-def test_how_slowly_outputs_are_read_is_no_part_of_the_expected_wait() -> None:
-    async def test() -> None:
-        worker = Worker(width=1)
-        async with worker.running("slow"):
-            worker.engine.end()
-            await asyncio.sleep(0.3)
-        async with worker.running("next"):
-            assert worker.fair_queue.expected_wait_s("another") < 0.2
-            worker.engine.end()
-
-    run(test)
-
-
-def test_a_request_of_64_sequences_holds_up_nobody() -> None:
+async def test_a_request_of_64_sequences_holds_up_nobody() -> None:
     """It took 64 places, so that others waited until nearly all of them had ended."""
 
-    async def test() -> None:
-        worker = Worker(width=3)
-        many = asyncio.create_task(worker.read("many", n=64))
+    worker = Worker(width=3)
+    many = asyncio.create_task(worker.read("many", n=64))
+    await settled()
+    others = [asyncio.create_task(worker.read(name)) for name in ("b", "c")]
+    await settled()
+    assert worker.engine.came == ["many"] * 3
+    for _ in range(4):
+        worker.engine.end()
         await settled()
-        others = [asyncio.create_task(worker.read(name)) for name in ("b", "c")]
+    assert worker.engine.came == ["many"] * 4 + ["b", "c", "many"]
+    while not many.done():
+        worker.engine.end(min(1, len(worker.engine.inside)))
         await settled()
-        assert worker.engine.came == ["many"] * 3
-        for _ in range(4):
-            worker.engine.end()
-            await settled()
-        assert worker.engine.came == ["many"] * 4 + ["b", "c", "many"]
-        while not many.done():
-            worker.engine.end(min(1, len(worker.engine.inside)))
-            await settled()
-        assert await many == [FinishReason.LENGTH] * 64
-        assert [await other for other in others] == [[FinishReason.LENGTH]] * 2
-
-    run(test)
+    assert await many == [FinishReason.LENGTH] * 64
+    assert [await other for other in others] == [[FinishReason.LENGTH]] * 2
 
 
 @pytest.mark.parametrize("end", ["abort", "cancel"])
-def test_whoever_ends_a_request_ends_what_waits_of_it_too(end: str) -> None:
-    async def test() -> None:
-        worker = Worker(width=2)
-        many, other = asyncio.create_task(worker.read("many", n=9)), asyncio.create_task(worker.read("other", n=2))
-        await settled()
-        if end == "abort":
-            assert worker.async_engine.abort("many")
-            assert not worker.async_engine.abort("many")
-            assert await many == [FinishReason.ABORT] * 9
-        else:
-            many.cancel()
-        while len(worker.engine.came) < 4:
-            await asyncio.sleep(0.001)
-        assert worker.engine.came == ["many"] * 2 + ["other"] * 2
-        worker.engine.end(2)
-        assert await other == [FinishReason.LENGTH] * 2
-        await asyncio.wait([many])
-        assert worker.fair_queue.expected_wait_s("anybody") == 0.0
-        assert worker.async_engine.num_open == 0
-
-    run(test)
+async def test_whoever_ends_a_request_ends_what_waits_of_it_too(end: str) -> None:
+    worker = Worker(width=2)
+    many, other = asyncio.create_task(worker.read("many", n=9)), asyncio.create_task(worker.read("other", n=2))
+    await settled()
+    if end == "abort":
+        assert worker.async_engine.abort("many")
+        assert not worker.async_engine.abort("many")
+        assert await many == [FinishReason.ABORT] * 9
+    else:
+        many.cancel()
+    while len(worker.engine.came) < 4:
+        await asyncio.sleep(0.001)
+    assert worker.engine.came == ["many"] * 2 + ["other"] * 2
+    worker.engine.end(2)
+    assert await other == [FinishReason.LENGTH] * 2
+    await asyncio.wait([many])
+    assert worker.fair_queue.expected_wait_s("anybody") == 0.0
+    assert worker.async_engine.num_open == 0

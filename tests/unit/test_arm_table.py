@@ -23,10 +23,6 @@ def test_a_table_with_a_hole_is_refused():
         ArmTable.of([Choice(1, 1, Arm(1)), Choice(3, 8, Arm(1))], Limits(8, 8), "controller")
 
 
-def test_constant_table():
-    assert ArmTable.constant(Arm(4), Limits(3, 8), "policy").arms[1:] == (Arm(4),) * 3
-
-
 def test_the_profiles_table_minimises_time_per_token():
     """At one sequence drafts cost little; at many they cost more than they bring."""
     survival = [0.8, 0.5, 0.1]

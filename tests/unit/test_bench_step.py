@@ -13,7 +13,7 @@ import speclen.bench.engine.step
 from speclen.bench.engine.run import EngineBench
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.spread import ratio, spread
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import engines, tiny_models
 
@@ -70,7 +70,7 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
 
 
-def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_the_command_prints_engines_and_baselines(folders: tuple[str, str], tmp_path: Path) -> None:
     app = speclen.bench.engine.step.typer.Typer()
     app.command()(speclen.bench.engine.step.step)
     out = tmp_path / "result.json"
@@ -80,22 +80,21 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     content = json.loads(result.stdout)
     assert content == json.loads(out.read_text())
-    assert [(c["batch_size"], c["speculation_length"]) for c in content["cells"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
-    for cell in content["cells"]:
+    cells = [cell for cell in content["cells"] if cell["kind"] == "torch"]
+    assert [(c["batch_size"], c["speculation_length"]) for c in cells] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    for cell in cells:
         parts = cell["draft_ms"] + cell["verify_ms"] + cell["other_ms"]
         assert parts == pytest.approx(cell["step_ms"])
         assert 1 <= cell["tokens_per_step"] <= cell["speculation_length"] + 1
         assert cell["tokens_per_s"]["repeats"] == 2
         full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
         assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
-    assert [b["batch_size"] for b in content["baselines"]] == [1, 2, 1, 1, 1]
-    assert {r["what"] for r in content["ratios"]} >= {f"torch, length 0 / generate, batch {size}" for size in (1, 2)}
-    memory = content["memory"]
-    assert memory["least_pass_ms"] == pytest.approx(memory["weight_mb_per_pass"] / memory["read_gb_per_s"]["median"])
-    assert memory["pass_over_least"]["torch"] > 1  # tiny models: starting operators is what takes the time
+    assert cells[0]["over_length_0"]["median"] == 1.0
+    baselines = [cell for cell in content["cells"] if cell["kind"] != "torch"]
+    assert [b["batch_size"] for b in baselines] == [1, 2, 1, 1, 1]
+    assert all(b["over_length_0"]["repeats"] == 2 for b in baselines)
     shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
     assert "per step" in shown.stdout
-    assert "a pass over one row takes that times torch" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
@@ -111,10 +110,9 @@ def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: py
     }
     speclen.bench.engine.step.step(**arguments)
     content = json.loads(capsys.readouterr().out)
-    cells = [(cell["backend"], cell["speculation_length"]) for cell in content["cells"]]
+    cells = [(cell["kind"], cell["speculation_length"]) for cell in content["cells"]]
     assert cells == [("torch", 0), ("openvino", 0), ("torch", 2), ("openvino", 2)]
     assert content["backends"]["openvino"].startswith("openvino 2026.")
-    assert "best length, openvino / torch, batch 2" in [ratio["what"] for ratio in content["ratios"]]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.backends.attention import install
 from speclen.worker.backends.check import inspect_layers
-from speclen.worker.backends.llama import FIRST_POSITIONS, rewrite
+from speclen.worker.backends.torch.attention import install
+from speclen.worker.backends.torch.llama import FIRST_POSITIONS, rewrite
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
 from tests.support import engines, tiny_models
 from tests.support.engines import BACKENDS, generate, make_engine, make_pair, request
+from tests.support.waiting import resident_bytes
 
 DRAFT_CONTEXT = 48
 
@@ -90,10 +91,6 @@ def test_a_billion_positions_cost_no_more_than_what_is_served(
     assert found == generate(make_engine(make_pair(), 0), wanted).ids("x")
     assert engine.max_context_length < 10**9
     assert [one for one in caplog.records if "sequences may hold" in one.message]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_angles_are_there_for_every_position_that_occurs() -> None:

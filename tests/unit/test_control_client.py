@@ -2,41 +2,22 @@
 
 import asyncio
 import functools
-import sys
-import threading
-import time
 from dataclasses import replace
 
 import grpc
-import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
 import speclen.transport.supervision
-from speclen.records import Arm, Limits, StepFlag, StepRecord
+from speclen.records import Arm, StepFlag
 from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting import control_stream
-from speclen.worker.reporting.buffer import BLOCK, ReportBuffer
-from speclen.worker.reporting.card import ControlSettings, WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import ArmTable
-
-LIMITS = Limits(8, 4, ngram=True)
-QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
-FIRST = Arm(2)
-
-
-def client(follow: bool = True, settings: ControlSettings = QUICK, **options) -> ControlClient:
-    card = WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), LIMITS, "127.0.0.1:1", "adaptive")
-    return ControlClient(card, ArmTable.constant(FIRST, LIMITS, "default"), follow, settings, **options)
-
-
-def step(batch_size: int = 1, arm: Arm = FIRST, **fields) -> StepRecord:
-    histogram = (batch_size,) + (0,) * arm.max_tokens
-    return StepRecord(0, batch_size, arm, 0.01, histogram, 10.0, **fields)
+from tests.support.control_parts import FIRST, LIMITS, QUICK, client, probe, step
+from tests.support.waiting import on_loop_until as until
 
 
 def table(arm: Arm, version: int) -> pb.LengthTable:
@@ -44,18 +25,6 @@ def table(arm: Arm, version: int) -> pb.LengthTable:
         batch_min=1, batch_max=LIMITS.max_batch_size, speculation_length=arm.speculation_length, ngram=arm.ngram
     )
     return pb.LengthTable(decision_version=version, choices=[choice])
-
-
-def probe(batch_min: int = 1, batch_max: int = 8, num_steps: int = 1, arm: Arm = Arm(1), valid_for_s: float = 60.0):  # noqa: B008
-    return pb.Probe(
-        probe_id=9,
-        batch_min=batch_min,
-        batch_max=batch_max,
-        speculation_length=arm.speculation_length,
-        ngram=arm.ngram,
-        num_steps=num_steps,
-        valid_for_s=valid_for_s,
-    )
 
 
 class FakeController(rpc.ControlServiceServicer):
@@ -97,13 +66,6 @@ class FakeController(rpc.ControlServiceServicer):
             )
             if self.hang_up_after is not None and count >= self.hang_up_after:
                 return
-
-
-async def until(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 async def start(controller: FakeController) -> tuple[aio.Server, str]:
@@ -160,21 +122,6 @@ def test_the_table_comes_from_the_controller_and_reports_go_to_it():
     assert control.buffer.num_dropped == 0
 
 
-def test_a_stream_that_the_controller_closed_is_not_taken_for_silence():
-    controller = FakeController()
-    controller.hang_up_after = 1
-
-    async def scenario(control):
-        await until(lambda: control.connected)
-        control.report(step())
-        await until(lambda: controller.num_streams > 1)
-
-    with capture_logs() as logs:
-        with_controller(controller, scenario)
-    reasons = {entry["reason"] for entry in logs if entry["event"].startswith("controller lost")}
-    assert reasons == {"closed by the controller"}
-
-
 def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     controller = FakeController()
     controller.acknowledge = False
@@ -226,29 +173,6 @@ def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
     assert set(controller.epochs[2:]) == {1001}
 
 
-def test_reports_are_read_while_steps_append_more():
-    """Story: a deque that grew while it was read through raised, once in tens of thousands of messages."""
-    buffer, number, interval = ReportBuffer(10_000), 50_000, sys.getswitchinterval()
-
-    def append() -> None:
-        for _ in range(number):
-            buffer.append(step())
-
-    sys.setswitchinterval(1e-6)
-    engine = threading.Thread(target=append)
-    try:
-        engine.start()
-        seqs: list[int] = []
-        while len(seqs) < number:
-            seqs += [record.seq for record in buffer.after(len(seqs), 256)]
-            buffer.forget_until(len(seqs) - 100)
-    finally:
-        sys.setswitchinterval(interval)
-        engine.join()
-    assert seqs == list(range(1, number + 1))
-    assert len(buffer) == 100
-
-
 def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkeypatch):
     """Story: gRPC cancelled the call without a word, and the worker reported nothing any more, for as long as it lived."""
     monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
@@ -294,154 +218,19 @@ def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
     with_controller(controller, scenario, follow=False)
 
 
-def test_a_probe_of_the_controller_is_used_once():
-    controller = FakeController()
-    controller.probes = [probe(3, 4)]
-
-    async def scenario(control):
-        await until(lambda: control.connected)
-        await until(lambda: control.choose(4).probe_id == 9)
-        assert [control.choose(size).probe_id for size in (2, 4, 4, 3)] == [0] * 4
-
-    with_controller(controller, scenario)
-
-
-def test_the_worker_ends_and_its_last_reports_do_not_wait():
+async def test_the_worker_ends_and_its_last_reports_do_not_wait():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
 
-    async def scenario():
-        server, address = await start(controller)
-        control = client(settings=slow)
-        task = asyncio.create_task(control.run(address))
-        await until(lambda: control.connected)
-        control.hand_over()
-        control.report(step())
-        await until(lambda: controller.seqs)
-        controller.acknowledge = True
-        await until(lambda: not control.buffer, 5.0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await server.stop(None)
-
-    asyncio.run(scenario())
-
-
-def test_when_the_controller_goes_the_last_table_stays():
-    async def scenario() -> ControlClient:
-        controller = FakeController()
-        server, address = await start(controller)
-        control = client()
-        task = asyncio.create_task(control.run(address))
-        await until(lambda: control.connected)
-        await server.stop(None)
-        await until(lambda: not control.connected)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return control
-
-    control = asyncio.run(scenario())
-    assert control.table.source == "last table"
-    assert control.choose(1).arm == Arm(3, ngram=True)
-
-
-# Probes.
-
-
-def arms_and_probes(control: ControlClient, *steps: tuple[int, bool]) -> list[tuple[int, int]]:
-    made = [control.choose(batch_size, with_prefill) for batch_size, with_prefill in steps]
-    return [(choice.arm.speculation_length, choice.probe_id) for choice in made]
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([(4, False)] * 3, [(1, 9), (1, 9), (2, 0)]),
-        ([(2, False), (3, False), (4, False), (4, False)], [(2, 0), (1, 9), (1, 9), (2, 0)]),
-        ([(4, False), (5, False), (4, False)], [(1, 9), (2, 0), (2, 0)]),  # the batch grew: it ends
-        ([(4, False), (4, True), (4, False)], [(1, 9), (2, 0), (2, 0)]),  # a prompt came along: it ends
-        ([(4, True), (4, True), (4, False), (4, False)], [(2, 0), (2, 0), (1, 9), (1, 9)]),  # it waits
-    ],
-)
-def test_all_steps_of_a_probe_quote_it(steps, expected):
-    control = client()
-    control.use_probes([probe(3, 4, num_steps=2)])
-    assert arms_and_probes(control, *steps) == expected
-    assert arms_and_probes(control, (4, False)) == [(2, 0)], "it is never repeated"
-
-
-def test_a_probe_does_not_wait_for_prefill_to_end_where_the_table_drafts_nothing():
-    control = client()
-    control.table = ArmTable.constant(Arm(0), LIMITS, "default")
-    control.use_probes([probe()])
-    assert arms_and_probes(control, (2, True)) == [(1, 9)]
-
-
-def test_an_old_probe_is_forgotten_and_one_beyond_the_limits_is_not_used():
-    now = [0.0]
-    control = client(clock=lambda: now[0])
-    control.use_probes([probe(valid_for_s=1.0), probe(arm=Arm(5))])
-    now[0] = 2.0
-    assert control.choose(1).probe_id == 0
-
-
-def test_a_probe_of_n_grams_is_used_where_they_may_be():
-    control = client()
-    control.use_probes([probe(arm=Arm(1, ngram=True))])
-    assert control.choose(1) == ArmChoice(Arm(1, ngram=True), 0, 9)
-    control.card = replace(control.card, limits=Limits(8, 4))
-    control.use_probes([probe(arm=Arm(1, ngram=True))])
-    assert control.choose(1).probe_id == 0
-
-
-# The buffer.
-
-
-def test_the_buffer_is_bounded_and_counts_what_it_drops():
-    buffer = ReportBuffer(max_buffered=5)
-    for _ in range(8):
-        buffer.append(step())
-    buffer.trim()
-    assert buffer.num_dropped == 3
-    assert [record.seq for record in buffer.after(0, 10)] == [4, 5, 6, 7, 8]
-    assert [record.seq for record in buffer.after(6, 1)] == [7]
-    buffer.forget_until(7)
-    assert [record.seq for record in buffer.after(0, 10)] == [8]
-
-
-def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
-    buffer = ReportBuffer(10**6, sample_every=3)
-    for number in range(6 * BLOCK):
-        buffer.append(step(decision_version=number))
-    kept = buffer.after(0, 10**6)
-    assert [record.seq for record in kept] == list(range(1, 2 * BLOCK + 1))
-    assert [record.decision_version for record in kept] == [*range(BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
-
-
-def test_probes_begin_and_outputs_are_evaluated_where_steps_are_reported():
-    control = client()
-    control.connected = True
-    control.use_sampling(2)
-    control.use_probes([probe(num_steps=3)])
-    for _ in range(BLOCK - 1):
-        control.report(step())
-    assert (control.choose(1).probe_id, control.wants_evaluations) == (0, True), "not all of it would be reported"
-    for _ in range(BLOCK):
-        control.report(step())
-        assert (control.choose(1).probe_id, control.wants_evaluations) == (0, False)
+    server, address = await start(controller)
+    control = client(settings=slow)
+    task = asyncio.create_task(control.run(address))
+    await until(lambda: control.connected)
+    control.hand_over()
     control.report(step())
-    assert (control.choose(1).probe_id, control.wants_evaluations) == (9, True)
-
-
-@pytest.mark.parametrize(("told", "used"), [(0, 1), (1, 1), (7, 7), (10**6, 1)])
-def test_sampling_is_the_controllers_within_bounds(told: int, used: int):
-    control = client()
-    control.use_sampling(told)
-    assert control.buffer.sample_every == used
-
-
-def test_choosing_and_reporting_are_cheap():
-    """No timing here, only that nothing but a tuple index and an append happens: no lock, no message, no clock."""
-    control = client(clock=pytest.fail)
-    control.choose(1)
-    control.report(step())
+    await until(lambda: controller.seqs)
+    controller.acknowledge = True
+    await until(lambda: not control.buffer, 5.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await server.stop(None)

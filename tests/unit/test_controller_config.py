@@ -20,15 +20,9 @@ def test_the_defaults_are_the_documented_ones():
     [
         ({"listen": "7070"}, "--listen"),
         ({"listen": "0.0.0.0:7070"}, "--listen"),
-        ({"listen": "0.0.0.0:7070", "token_file": Path("t")}, "--listen"),
-        ({"listen": "0.0.0.0:7070", "tls_cert": Path("c"), "tls_key": Path("k")}, "--listen"),
         ({"tls_cert": Path("c")}, "--tls-key"),
         ({"tls_client_ca": Path("c")}, "--tls-cert"),
         ({"metrics_listen": "0.0.0.0:9090"}, "--metrics-listen"),
-        (
-            {"metrics_listen": "[::]:9", "tls_cert": Path("c"), "tls_key": Path("k"), "token_file": Path("t")},
-            "--metrics-listen",
-        ),
         ({"commit_interval_s": 0.0}, "--commit-interval-s"),
         ({"commit_interval_s": float("nan")}, "--commit-interval-s"),
         ({"keep_reports": 0}, "--keep-reports"),
@@ -48,8 +42,6 @@ def test_what_cannot_work_is_named(options, flag):
 @pytest.mark.parametrize(
     "options",
     [
-        {"listen": "[::1]:0"},
-        {"listen": "localhost:7070", "metrics_listen": "127.0.0.1:0"},
         {"listen": "0.0.0.0:7070", "insecure": True},
         {"listen": "0.0.0.0:7070", "tls_cert": Path("c"), "tls_key": Path("k"), "token_file": Path("t")},
         {"listen": "0.0.0.0:7070", "tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")},

@@ -3,7 +3,6 @@
 import pytest
 
 from speclen.controller.service.registry import (
-    Context,
     FullError,
     OldEpochError,
     Registration,
@@ -100,12 +99,6 @@ def test_numbers_are_bounded_and_the_flag_is_named():
     known.register(registration("a"))
     with pytest.raises(FullError, match="--max-contexts"):
         known.register(registration("b", key=OTHER))
-
-
-def test_ids_go_on_from_the_stored_ones():
-    known = registry()
-    known.add_context(Context(41, OTHER, Limits(), 1.0))
-    assert known.register(registration()).context.context_id == 42
 
 
 def test_two_live_workers_of_one_name_are_told_apart_from_a_restart():

@@ -14,17 +14,6 @@ from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStr
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models
 
-TEXTS = ["plain words, and more", "naïve café", "北京 и Москва", "🙂🙃 two", "tab\tnewline\n  spaces", "é"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_pieces_put_together_are_the_text(text: str) -> None:
-    ids = tiny_models.tokenizer().encode(text)
-    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
-    pieces = [detokenizer.push([token]) for token in ids]
-    assert "".join(pieces) + detokenizer.flush() == text
-    assert not any(REPLACEMENT in piece for piece in pieces)
-
 
 @pytest.mark.parametrize("text", ["🙂 é北", "naïve", "tab\t\x85\xad"])
 def test_the_bytes_of_tokens_put_together_are_the_texts(text: str) -> None:
@@ -45,35 +34,6 @@ def test_a_byte_that_has_a_number_for_a_name() -> None:
     assert [make_token_bytes(Vocabulary())(token) for token in range(3)] == [b"\xe2", None, None]
 
 
-def test_any_cutting_into_steps_gives_the_same_text() -> None:
-    ids = tiny_models.tokenizer().encode("a 🙂 é 北 z")
-    for cuts in itertools.product([1, 2, 3], repeat=5):
-        detokenizer, rest, text = Detokenizer(make_decode(tiny_models.tokenizer(), True)), list(ids), ""
-        for cut in cuts:
-            text += detokenizer.push(rest[:cut])
-            rest = rest[cut:]
-        text += detokenizer.push(rest)
-        assert text == "a 🙂 é 北 z"
-
-
-def test_random_tokens_give_what_the_tokenizer_gives() -> None:
-    """Half characters and bytes that are no text at all included: then the decoder's replacement characters."""
-    decode = make_decode(tiny_models.tokenizer(), True)
-    generator = random.Random(0)
-    for _ in range(300):
-        ids = [generator.randrange(tiny_models.VOCAB_SIZE) for _ in range(generator.randrange(1, 30))]
-        detokenizer = Detokenizer(decode)
-        pieces = [detokenizer.push([token]) for token in ids]
-        assert "".join(pieces) + detokenizer.flush() == decode(ids)
-
-
-def test_a_character_begun_in_the_prompt_is_finished_in_the_output() -> None:
-    ids = tiny_models.tokenizer().encode("🙂")
-    assert len(ids) > 2
-    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), ids[:2])
-    assert "".join(detokenizer.push([token]) for token in ids[2:]) == "🙂"
-
-
 def sentencepiece_style() -> PreTrainedTokenizerFast:
     """Words begin with ▁, the first space is dropped, unknown characters are bytes: as in Llama 2 and Mistral."""
     words = ["<unk>", "▁the", "▁draft", "ing", "▁"] + [f"<0x{byte:02X}>" for byte in range(256)]
@@ -87,15 +47,6 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
         ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
-
-
-def test_spaces_between_words_survive_where_the_first_one_is_dropped() -> None:
-    decode = make_decode(sentencepiece_style(), True)
-    ids = [1, 2, 3, *(5 + byte for byte in " é".encode()), 1, 2]
-    detokenizer = Detokenizer(decode)
-    assert "".join(detokenizer.push([token]) for token in ids) == decode(ids) == "the drafting é the draft"
-    # After a prompt, the first word keeps its space.
-    assert Detokenizer(decode, [1, 2]).push([1]) == " the"
 
 
 @pytest.mark.parametrize("together", [1, 8, 45])
@@ -126,18 +77,6 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
     assert set(shown) == {REPLACEMENT}
 
 
-def test_a_word_after_a_skipped_special_token_keeps_its_space() -> None:
-    """True in one step or in two: alone after the special token, the word would have been taken for the first."""
-    decode = make_decode(with_special(sentencepiece_style()), True)
-    for cuts in ([1, 1, 1, 1], [2, 2], [1, 3], [3, 1], [4]):
-        detokenizer, ids = Detokenizer(decode), [1, 2, SPECIAL, 1]
-        pieces = []
-        for cut in cuts:
-            pieces.append(detokenizer.push(ids[:cut]))
-            ids = ids[cut:]
-        assert "".join(pieces) == "the draft the", cuts
-
-
 @pytest.mark.parametrize("num_output", [0, 1, 2])
 def test_half_a_character_at_the_end_of_the_prompt_is_not_the_outputs(num_output: int) -> None:
     half = tiny_models.tokenizer().encode("a🙂")[:-1]
@@ -157,9 +96,6 @@ def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
     """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
     prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
     assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
-
-
-SPECIAL = 261
 
 
 def with_special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -227,12 +163,6 @@ def cut_randomly(detokenizer: Detokenizer, ids: list[int], generator: random.Ran
     return text + detokenizer.flush()
 
 
-def test_special_tokens_are_left_out_unless_asked_for() -> None:
-    ids = [tiny_models.EOS_ID, *tiny_models.tokenizer().encode("x")]
-    assert Detokenizer(make_decode(tiny_models.tokenizer(), True)).push(ids) == "x"
-    assert Detokenizer(make_decode(tiny_models.tokenizer(), False)).push(ids) == "<|endoftext|>x"
-
-
 @pytest.mark.parametrize("stops", [("END",), ("ND!", "END"), ("aab", "ab"), ("\n\n",), ("xyz", "yz", "z")])
 def test_stop_strings_are_found_whatever_the_pieces(stops: tuple[str, ...]) -> None:
     """Against str.find on the whole text, for every way of cutting it."""
@@ -257,9 +187,3 @@ def test_stop_strings_are_found_whatever_the_pieces(stops: tuple[str, ...]) -> N
                     break
             assert (stop is not None) == bool(found)
             assert shown + ("" if stop else matcher.flush()) == expected
-
-
-def test_the_stop_string_may_be_kept() -> None:
-    matcher = StopStrings(("END",), include=True)
-    assert matcher.push("ab EN") == ("ab ", None)
-    assert matcher.push("D more") == ("END", "END")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 
 import pytest
@@ -13,7 +12,7 @@ from speclen.records import Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine
-from speclen.worker.requests.request import DrainingError, FinishReason, SequenceOutput
+from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Arms,
@@ -31,21 +30,6 @@ from tests.support.engines import (
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 
-def test_totals_agree_with_what_requests_were_told() -> None:
-    """Also where a request's end cuts off accepted tokens: mean batch size and mean length are made from these."""
-    engine = make_engine(chooser=RandomLengths(3))
-    names = [str(at) for at in range(7)]
-    collected = generate(engine, *(request(name, PROMPT, max_tokens=5 + int(name)) for name in names))
-    last, load = [collected.last(name) for name in names], engine.load()
-    assert load.num_row_steps == sum(each.num_steps for each in last)
-    assert load.num_draft_tokens == sum(each.num_draft_tokens for each in last)
-    assert load.num_generated_tokens == sum(each.num_completion_tokens for each in last)
-    assert load.num_accepted_tokens == sum(each.num_accepted_tokens for each in last)
-    assert load.num_steps < load.num_row_steps <= 4 * load.num_steps
-    # The first token of a request comes from its prompt's pass; a row's step gives one, and what its draft was worth.
-    assert load.num_generated_tokens == len(names) + load.num_row_steps + load.num_accepted_tokens
-
-
 def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
     """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
     target, _ = engines.models("llama")
@@ -58,8 +42,7 @@ def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
 # Sampling.
 
 
-@pytest.mark.parametrize("length", [0, 2])
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize(("length", "seeded"), [(0, False), (2, False), (2, True)])
 def test_sampled_outputs_follow_the_targets_distribution(length: int, seeded: bool) -> None:
     """Chi-square of the first token, and of the second one given the most frequent first one, over 1,500 outputs.
 
@@ -101,12 +84,6 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> No
     assert other.ids("x", 0) != alone.ids("x", 0)
 
 
-def test_without_a_seed_runs_differ() -> None:
-    engine = make_engine(seed=None)
-    outputs = [generate(engine, request(str(at), PROMPT, temperature=1.5, max_tokens=12)) for at in range(2)]
-    assert outputs[0].ids("0") != outputs[1].ids("1")
-
-
 def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
     """Greedy decoding under edits, against a loop that applies them one token at a time."""
     settings = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "max_tokens": 30}
@@ -132,14 +109,6 @@ def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
         collected = generate(engine, request("x", PROMPT, **edits), request("plain", PROMPT, max_tokens=30))
         assert collected.ids("x") == ids[len(PROMPT) :]
     assert engine.load().num_accepted_tokens > 0
-
-
-def test_edits_of_one_row_leave_the_others_alone() -> None:
-    alone = generate(make_engine(), request("plain", PROMPT, max_tokens=20)).ids("plain")
-    forced = request("forced", PROMPT, max_tokens=20, logit_bias={9: 100.0})
-    together = generate(make_engine(), request("plain", PROMPT, max_tokens=20), forced)
-    assert together.ids("plain") == alone
-    assert together.ids("forced") == [9] * 20
 
 
 def test_log_probabilities_are_the_targets() -> None:
@@ -181,17 +150,6 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}
     assert len(outputs) == 1
     assert outputs == {tuple(generate(make_engine(), request("x", PROMPT, max_tokens=15)).ids("x"))}
-
-
-def test_sequences_of_one_token_share_the_logits_after_their_prompt() -> None:
-    """Also when the one that fed it has ended by then."""
-    engine = make_engine(max_batch_size=5)
-    fed = prompt_tokens_fed(engine)
-    wanted = {"temperature": 1.5, "seed": 3, "max_tokens": 1, "ignore_eos": True}
-    collected = generate(engine, request("x", PROMPT, n=5, **wanted))
-    assert sum(fed) == len(PROMPT)
-    apart = generate(make_engine(max_batch_size=1), request("x", PROMPT, n=5, **wanted))
-    assert [collected.ids("x", index) for index in range(5)] == [apart.ids("x", index) for index in range(5)]
 
 
 # Speculation lengths.
@@ -265,69 +223,7 @@ def test_every_row_keeps_to_its_own_length() -> None:
     assert collected.last("0").num_steps == 29  # the first token came with the prompt
 
 
-def test_nothing_is_drafted_that_no_row_could_use() -> None:
-    script = script_of(6)
-    collected = generate(make_engine(chooser=script), request("x", PROMPT, max_tokens=3, ignore_eos=True))
-    assert script.records[0].arm.speculation_length == 1  # two tokens are left
-    assert len(collected.ids("x")) == 3
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
-
-
-def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
-    """It drafts with the others, and what it does not need is cut from its output."""
-    script = script_of(4)
-    requests = [request("short", PROMPT, max_tokens=2), request("long", PROMPT, max_tokens=30, ignore_eos=True)]
-    collected = generate(make_engine(chooser=script), *requests)
-    assert len(collected.ids("short")) == 2
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
-    assert script.records[0].batch_size == 2
-    assert script.records[0].arm.speculation_length == 4
-
-
-def test_first_use_of_a_shape_is_flagged_once() -> None:
-    script = script_of(2)
-    engine = make_engine(chooser=script)
-    for name in ("a", "b"):
-        generate(engine, request(name, PROMPT, max_tokens=20, ignore_eos=True))
-    first = [(r.batch_size, r.arm.speculation_length) for r in script.records if StepFlag.FIRST_USE in r.flags]
-    assert len(first) == len(set(first))
-    assert (1, 2) in first
-
-
-def test_without_a_draft_lengths_are_0() -> None:
-    script = script_of(5)
-    pair = make_pair()
-    pair.draft = None
-    generate(make_engine(pair, script), request("x", PROMPT, max_tokens=5))
-    assert {result.arm.speculation_length for result in script.records} == {0}
-
-
 # Joining, leaving, refusing.
-
-
-def test_a_step_that_waited_for_a_copied_prompt_does_not_teach() -> None:
-    script = script_of(0)
-    engine = make_engine(chooser=script, max_batch_size=2)
-    generate(engine, request("x", PROMPT, n=2, max_tokens=6, ignore_eos=True))
-    assert [StepFlag.PREFILL in result.flags for result in script.records][:2] == [True, False]
-
-
-def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
-    script = script_of(0)
-    engine = make_engine(chooser=script, prefill_chunk=16)
-    collected = Collected()
-    engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
-    for _ in range(5):
-        engine.step()
-    before = len(collected.ids("short"))
-    engine.submit(request("long", engines.random_prompt(random.Random(0), 1) * 200, max_tokens=5), collected)
-    for _ in range(200 // 16):
-        engine.step()
-    assert len(collected.ids("short")) == before + 200 // 16
-    assert not collected.outputs["long", 0]
-    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
-    finish(engine)
-    assert len(collected.ids("long")) <= 5
 
 
 def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
@@ -374,17 +270,6 @@ def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
     assert not engine.abort("never heard of")
 
 
-def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
-    engine = make_engine()
-    collected = Collected()
-    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
-    engine.drain()
-    with pytest.raises(DrainingError, match="draining"):
-        engine.submit(request("y", PROMPT), collected)
-    finish(engine)
-    assert len(collected.ids("x")) == 10
-
-
 def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
     engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
     passes: list[list[tuple[int, ...]]] = []
@@ -412,52 +297,3 @@ def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_dec
 
 
 # Threads.
-
-
-def test_many_threads_submit_and_abort_while_the_engine_runs() -> None:
-    engine = make_engine(chooser=RandomLengths(0), max_batch_size=6)
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    done: dict[str, threading.Event] = {f"{thread}-{at}": threading.Event() for thread in range(4) for at in range(15)}
-    collected = Collected()
-    lock = threading.Lock()
-
-    def tell(output: SequenceOutput) -> None:
-        with lock:
-            collected(output)
-        if output.finish_reason is not None:
-            done[output.request_id].set()
-
-    def client(thread: int) -> None:
-        generator = random.Random(thread)
-        for at in range(15):
-            name = f"{thread}-{at}"
-            engine.submit(
-                request(name, engines.random_prompt(generator, 20), max_tokens=generator.randint(1, 15)), tell
-            )
-            if generator.random() < 0.2:
-                engine.abort(name)
-
-    threads = [threading.Thread(target=client, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(event.wait(60) for event in done.values())
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
-
-
-def test_stop_ends_what_is_unfinished() -> None:
-    engine = make_engine()
-    collected = Collected()
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    engine.submit(request("x", PROMPT, max_tokens=240, ignore_eos=True), collected)
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
-    assert collected.reason("x") in (FinishReason.ABORT, FinishReason.LENGTH)
-    with pytest.raises(DrainingError):
-        engine.submit(request("y", PROMPT), collected)

@@ -276,3 +276,40 @@ def test_contexts_of_one_pair_may_have_other_limits():
         estimator.observe(key, steps, "worker")
         assert max(row.arm.speculation_length for row in estimator.rows(key)) == length
         assert estimator.table(key).choices
+
+
+def test_devices_learn_apart_and_share_acceptance() -> None:
+    """Verifying a token takes twenty times as long on the large device; its survival is known before its first step."""
+    rng, estimator = np.random.default_rng(2), Estimator()
+    small, large = (KEY._replace(device=device) for device in ("small", "large"))
+
+    def learn(key: ContextKey, fixed_s: float, token_s: float) -> int:
+        estimator.add_context(key, LIMITS)
+        for seq in range(1, 401):
+            length = seq % 5
+            runs = np.minimum(rng.geometric(0.2, size=8) - 1, length)
+            latency_s = (fixed_s + 0.001 * length + 8 * token_s * (length + 1)) * float(
+                np.exp(0.03 * rng.standard_normal())
+            )
+            histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
+            step = StepRecord(seq, 8, Arm(length), latency_s, histogram, 100.0)
+            estimator.observe(key, [step._replace(num_drafted_sequences=8, num_verified_tokens=8 * (length + 1))], "w")
+        return estimator.table(key).arm_for(8).speculation_length
+
+    assert learn(small, 0.020, 0.0002) >= 3
+    known = estimator.survival(KEY.pair)
+    assert known[0][0] == pytest.approx(0.8, abs=0.05)
+    assert learn(large, 0.008, 0.0040) == 0
+    assert estimator.table(small).arm_for(8).speculation_length >= 3
+
+
+def test_a_context_that_starts_anew_forgets_what_it_learned_and_goes_on() -> None:
+    worker = Worker(made())
+    worker.serve(4, 400)
+    version = worker.estimator.table(KEY).version
+    outcome = worker.estimator.start_anew(KEY, "a test")
+    assert [(event.factor, event.context) for event in outcome.drift_events] == [("reset", KEY)]
+    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+    worker.serve(4, 400)
+    assert worker.estimator.table(KEY).version > version
+    assert worker.shortfall(4) < 0.03

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -22,262 +20,157 @@ class Requests:
         self.fair_queue = fair_queue
         self.entered: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._doors: dict[str, asyncio.Event] = {}
+        self.doors: dict[str, asyncio.Event] = {}
 
     async def come(self, *names: str) -> None:
         """Requests, one after the other, whose caller is the first letter of their name."""
         for name in names:
-            self._doors[name] = asyncio.Event()
+            self.doors[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._request(name))
             await asyncio.sleep(0)
 
     async def go(self, name: str) -> None:
-        self._doors[name].set()
+        self.doors[name].set()
         for _ in range(4):
             await asyncio.sleep(0)
 
     async def _request(self, name: str) -> None:
         async with self.fair_queue.turn(name[0]):
             self.entered.append(name)
-            await self._doors[name].wait()
+            await self.doors[name].wait()
 
 
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10.0))
+async def test_callers_take_turns() -> None:
+    requests = Requests(FairQueue(1, 10))
+    await requests.come("a1", "a2", "a3", "a4", "b1", "c1", "b2")
+    for at in range(6):
+        await requests.go(requests.entered[at])
+    assert requests.entered == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-def test_callers_take_turns() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 10))
-        await requests.come("a1", "a2", "a3", "a4", "b1", "c1", "b2")
-        for at in range(6):
-            await requests.go(requests.entered[at])
-        assert requests.entered == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
-
-    run(test)
-
-
-def test_one_caller_may_use_the_whole_queue_and_no_more() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 2))
-        await requests.come("a1", "a2", "a3")
-        assert requests.fair_queue.num_waiting == 2
-        await requests.come("a4")
-        with pytest.raises(QueueFullError, match="2 requests are waiting already"):
-            await requests.tasks["a4"]
-
-    run(test)
+async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
+    requests = Requests(FairQueue(1, 4))
+    await requests.come("a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
+    await asyncio.sleep(0)
+    for pushed_out in ("a4", "a3"):
+        with pytest.raises(QueueFullError, match=r"pushed out .* after 0\.\d s in the queue"):
+            await requests.tasks[pushed_out]
+    with pytest.raises(QueueFullError, match="waiting already"):  # two each: nothing would be fairer
+        await requests.tasks["b3"]
+    assert requests.fair_queue.num_waiting == 4
 
 
-def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 4))
-        await requests.come("a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
-        await asyncio.sleep(0)
-        for pushed_out in ("a4", "a3"):
-            with pytest.raises(QueueFullError, match=r"pushed out .* after 0\.\d s in the queue"):
-                await requests.tasks[pushed_out]
-        with pytest.raises(QueueFullError, match="waiting already"):  # two each: nothing would be fairer
-            await requests.tasks["b3"]
-        assert requests.fair_queue.num_waiting == 4
-
-    run(test)
+async def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
+    requests = Requests(FairQueue(1, 10))
+    await requests.come("a1", "a2", "a3", "a4")
+    gone = asyncio.create_task(requests.go("a1"))
+    await asyncio.sleep(0)  # a1 leaves next
+    requests.tasks["a2"].cancel()
+    requests.tasks["a3"].cancel()
+    await gone
+    assert requests.entered == ["a1", "a4"], "nobody else leaves, so it would wait for ever"
 
 
-def test_without_a_queue_whoever_finds_no_place_is_refused() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 0))
-        await requests.come("a1")
-        await requests.come("b1")
-        with pytest.raises(QueueFullError):
-            await requests.tasks["b1"]
-
-    run(test)
-
-
-def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 10))
-        await requests.come("a1", "a2", "a3", "a4")
-        gone = asyncio.create_task(requests.go("a1"))
-        await asyncio.sleep(0)  # a1 leaves next
-        requests.tasks["a2"].cancel()
-        requests.tasks["a3"].cancel()
-        await gone
-        assert requests.entered == ["a1", "a4"], "nobody else leaves, so it would wait for ever"
-
-    run(test)
+async def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
+    requests = Requests(FairQueue(1, 3))
+    await requests.come("a1", "a2", "a3", "a4")
+    coming = asyncio.create_task(requests.come("b1"))
+    await asyncio.sleep(0)  # b1 begins next
+    requests.tasks["a4"].cancel()
+    await coming
+    await asyncio.sleep(0)
+    assert not requests.tasks["b1"].done(), "it is to wait"
+    assert requests.fair_queue.num_waiting == 3
 
 
-def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
-    async def test() -> None:
-        requests = Requests(FairQueue(1, 3))
-        await requests.come("a1", "a2", "a3", "a4")
-        coming = asyncio.create_task(requests.come("b1"))
-        await asyncio.sleep(0)  # b1 begins next
-        requests.tasks["a4"].cancel()
-        await coming
-        await asyncio.sleep(0)
-        assert not requests.tasks["b1"].done(), "it is to wait"
-        assert requests.fair_queue.num_waiting == 3
-
-    run(test)
-
-
-def test_other_threads_may_ask_how_many_wait() -> None:
-    """While a metrics page is made callers come and go."""
-
-    async def test() -> None:
-        fair_queue, ended = FairQueue(1, 100), threading.Event()
-
-        def ask() -> set[int]:
-            found = set()
-            while not ended.is_set():
-                found.add(fair_queue.num_waiting)
-            return found
-
-        entered_at = await fair_queue.enter("a")
-        with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(ask)
-            for number in range(300):
-                waiting = [asyncio.create_task(fair_queue.enter(str(name % 7))) for name in range(number % 20)]
-                await asyncio.sleep(0)
-                for one in waiting:
-                    one.cancel()
-                await asyncio.sleep(0)
-            ended.set()
-            assert asked.result(10) <= set(range(20))
-        fair_queue.leave(entered_at)
-
-    run(test)
-
-
-def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
+async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
     """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
 
-    async def test() -> None:
-        aside, blocked, done = Aside("aside", 100), threading.Event(), []
+    aside, blocked, done = Aside("aside", 100), threading.Event(), []
 
-        def work(number: int) -> None:
-            blocked.wait(10)
-            done.append(number)
+    def work(number: int) -> None:
+        blocked.wait(10)
+        done.append(number)
 
-        for number in range(20):
-            task = asyncio.create_task(aside.do("a", work, number))
-            await asyncio.sleep(0.001)
-            task.cancel()
+    for number in range(20):
+        task = asyncio.create_task(aside.do("a", work, number))
         await asyncio.sleep(0.001)
-        assert aside.num_waiting == 0
-        blocked.set()
-        async with aside.turn("a"):
-            assert done == [0], "the place was taken until the first had ended, and no other began"
-        aside.close()
-
-    run(test)
+        task.cancel()
+    await asyncio.sleep(0.001)
+    assert aside.num_waiting == 0
+    blocked.set()
+    async with aside.turn("a"):
+        assert done == [0], "the place was taken until the first had ended, and no other began"
+    aside.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
+async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
     """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""
 
-    async def test() -> None:
-        generator = random.Random(seed)
-        requests = Requests(FairQueue(2, 5))
-        for number in range(200):
-            await requests.come(generator.choice("abc") + str(number))
-            name = generator.choice(list(requests.tasks))
-            requests._doors[name].set()
-            if generator.random() < 0.5:
-                await asyncio.sleep(0)
-            requests.tasks[generator.choice(list(requests.tasks))].cancel()
-            assert requests.fair_queue.num_waiting <= 5
-        for door in requests._doors.values():
-            door.set()
-        await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
-        assert requests.fair_queue.num_waiting == 0
-        assert requests.fair_queue._num_free == 2
-
-    run(test)
+    generator = random.Random(seed)
+    requests = Requests(FairQueue(2, 5))
+    for number in range(200):
+        await requests.come(generator.choice("abc") + str(number))
+        name = generator.choice(list(requests.tasks))
+        requests.doors[name].set()
+        if generator.random() < 0.5:
+            await asyncio.sleep(0)
+        requests.tasks[generator.choice(list(requests.tasks))].cancel()
+        assert requests.fair_queue.num_waiting <= 5
+    for door in requests.doors.values():
+        door.set()
+    await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+    assert requests.fair_queue.num_waiting == 0
+    for _ in range(2):
+        await asyncio.wait_for(requests.fair_queue.enter("a"), 1)
 
 
-def after_a_stay(fair_queue: FairQueue, seconds: float) -> Requests:
-    fair_queue._mean_stay_s = seconds
+async def after_a_stay(fair_queue: FairQueue, seconds: float) -> Requests:
+    fair_queue.leave(await fair_queue.enter("a") - seconds + 0.01)  # which this takes itself
     return Requests(fair_queue)
 
 
-def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
-    async def test() -> None:
-        requests = after_a_stay(FairQueue(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
-        await requests.come("a1", "a2", "a3", "a4", "a5")
-        assert requests.fair_queue.num_waiting == 3
-        with pytest.raises(
-            QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"
-        ):
-            async with requests.fair_queue.turn("a"):
-                pass
-        await requests.come("b1")  # whose turn comes after one of a's
-        assert requests.fair_queue.num_waiting == 4
-
-    run(test)
+async def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
+    requests = await after_a_stay(FairQueue(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
+    await requests.come("a1", "a2", "a3", "a4", "a5")
+    assert requests.fair_queue.num_waiting == 3
+    with pytest.raises(QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"):
+        async with requests.fair_queue.turn("a"):
+            pass
+    await requests.come("b1")  # whose turn comes after one of a's
+    assert requests.fair_queue.num_waiting == 4
 
 
-def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
-    async def test() -> None:
-        requests = after_a_stay(FairQueue(1, 100), 2.0)
-        await requests.come("a1")
-        with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
-            await requests.fair_queue.enter("a", patience_s=1.5)
-        await requests.come("a2")
-        assert requests.fair_queue.num_waiting == 1
-
-    run(test)
+async def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
+    requests = await after_a_stay(FairQueue(1, 100), 2.0)
+    await requests.come("a1")
+    with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
+        await requests.fair_queue.enter("a", patience_s=1.5)
+    await requests.come("a2")
+    assert requests.fair_queue.num_waiting == 1
 
 
-def test_how_long_requests_stay_is_learned() -> None:
-    async def test() -> None:
-        fair_queue = FairQueue(1, 100)
-        assert fair_queue.expected_wait_s("a") == 0.0
-        async with fair_queue.turn("a"):
-            assert fair_queue.expected_wait_s("a") == 0.0, "nothing is known yet"
-            await asyncio.sleep(0.02)
-        async with fair_queue.turn("a"):
-            assert 0.02 <= fair_queue.expected_wait_s("a") < 1.0
-        assert fair_queue.expected_wait_s("a") == 0.0, "a place is free"
-
-    run(test)
+async def test_how_long_requests_stay_is_learned() -> None:
+    fair_queue = FairQueue(1, 100)
+    assert fair_queue.expected_wait_s("a") == 0.0
+    async with fair_queue.turn("a"):
+        assert fair_queue.expected_wait_s("a") == 0.0, "nothing is known yet"
+        await asyncio.sleep(0.02)
+    async with fair_queue.turn("a"):
+        assert 0.02 <= fair_queue.expected_wait_s("a") < 1.0
+    assert fair_queue.expected_wait_s("a") == 0.0, "a place is free"
 
 
-def test_a_request_of_many_sequences_lets_others_in_between() -> None:
-    """Story: one request of 64 sequences took 64 places at once, and another caller's waited until nearly all had ended."""
-
-    async def test() -> None:
-        fair_queue, entered = FairQueue(2, 100), []
-
-        async def many(name: str, number: int) -> None:
-            for at in range(number):
-                entered.append((name, await fair_queue.enter(name, begun=at > 0)))
-
-        tasks = [asyncio.create_task(many(name, number)) for name, number in (("a", 5), ("b", 2), ("c", 1))]
-        while not all(task.done() for task in tasks):
-            await asyncio.sleep(0)
-            fair_queue.leave(entered[-1][1])
-        assert "".join(name for name, _ in entered) == "aaabcaba"
-
-    run(test)
-
-
-def test_what_is_inside_with_another_sequence_is_neither_refused_nor_pushed_out() -> None:
-    async def test() -> None:
-        fair_queue = after_a_stay(FairQueue(1, 1, max_wait_s=3.0), 10.0).fair_queue
-        entered_at = await fair_queue.enter("a")
-        more = [asyncio.create_task(fair_queue.enter("a", begun=True)) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert fair_queue.num_waiting == 0, "it is inside"
-        with pytest.raises(QueueFullError, match=r"about 20\.0 s"):
-            await fair_queue.enter("b")
-        fair_queue.leave(entered_at - 10.0)
-        assert await more[0]
-        for one in more:
-            one.cancel()
-
-    run(test)
+async def test_what_is_inside_with_another_sequence_is_neither_refused_nor_pushed_out() -> None:
+    fair_queue = (await after_a_stay(FairQueue(1, 1, max_wait_s=3.0), 10.0)).fair_queue
+    entered_at = await fair_queue.enter("a")
+    more = [asyncio.create_task(fair_queue.enter("a", begun=True)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert fair_queue.num_waiting == 0, "it is inside"
+    with pytest.raises(QueueFullError, match=r"about 20\.0 s"):
+        await fair_queue.enter("b")
+    fair_queue.leave(entered_at - 10.0)
+    assert await more[0]
+    for one in more:
+        one.cancel()

@@ -1,4 +1,4 @@
-"""Families of transformers that are served, and refused for a reason: the table of docs/serving.md."""
+"""Families of transformers that are served, and refused for a reason: the table of docs/guides/serving.md."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (STATE, EXPERTS),
     "qwen3_next": (STATE, EXPERTS),
     "recurrent_gemma": (STATE, GROUPED),
+    "gemma4_text": (
+        "2 of its layers share keys and values",
+        WINDOWED
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "lfm2": (KEPT, GROUPED | {"layer_types": ["conv", "full_attention"]}),
     "llama4_text": (KEPT, EXPERTS),
     "minimax": (KEPT, EXPERTS),

@@ -8,28 +8,17 @@ llguidance where it is installed.
 from __future__ import annotations
 
 import itertools
-import json
-import random
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from speclen.records import Arm
-from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
-from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
-from speclen.worker.structured import source, trial
-from tests.support import engines, tiny_models
-from tests.support.engines import Arms, Collected, RandomLengths
+from speclen.worker.sampling.verification import acceptance, recovery
+from speclen.worker.structured.grammar import Grammar, StepGrammars
 
-BUNDLED = Path(__file__).parents[2] / "worker" / "bundled" / "target"
 VOCAB = 5
 END = 4
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -42,14 +31,11 @@ class TableMatcher:
 
     table: dict[int, list[int]]
     read: list[int] = field(default_factory=lambda: [-1])
-    failed_at: int | None = None  # tokens read after which it is in error
-    num_masks: int = 0
     poison: tuple[int, ...] = ()  # after these it is in error for good
     unreadable: bool = False  # the last of them is not even read
     dead: bool = False
 
     def compute_bitmask(self) -> bytes:
-        self.num_masks += 1
         self._die()
         bits = np.zeros(VOCAB, dtype=np.uint8)
         bits[self.table[self.read[-1]]] = 1
@@ -73,16 +59,16 @@ class TableMatcher:
 
     def deep_copy(self) -> TableMatcher:
         assert not self.dead
-        return TableMatcher(self.table, list(self.read), self.failed_at, 0, self.poison, self.unreadable)
+        return TableMatcher(self.table, list(self.read), self.poison, self.unreadable)
 
     def is_accepting(self) -> bool:
         return END in self.table[self.read[-1]]
 
     def is_error(self) -> bool:
-        return self.dead or (self.failed_at is not None and len(self.read) > self.failed_at)
+        return self.dead
 
     def get_error(self) -> str:
-        return "too complex\nand its whole state" if self.is_error() else ""
+        return "too complex\nand its whole state" if self.dead else ""
 
 
 # Ends after 1 only; 0 and 3 exclude each other; 2 goes with everything.
@@ -161,17 +147,18 @@ def test_sampled_outputs_follow_the_restricted_target(k: int, seeded: bool) -> N
 
 def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
     """Exact enumeration: over every draft of two tokens, what is accepted and what is recovered add up to the target's."""
-    rows = [RowSampling(temperature=1.0, grammar=Grammar(TableMatcher(TABLE), VOCAB, [END]).start())]
+    batch = BatchSampling([RowSampling(temperature=1.0)], torch.device("cpu"))
+    grammars = StepGrammars([Grammar(TableMatcher(TABLE), VOCAB, [END]).start()])
     total = torch.zeros(VOCAB, dtype=torch.double)
-    from speclen.worker.sampling.verification import acceptance, recovery
+
+    def restricted(logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> torch.Tensor:
+        return batch.distribution(grammars.restrict(logits, draft_ids, first)[1])
 
     for first, second in itertools.product(range(VOCAB), repeat=2):
-        batch = BatchSampling(rows, torch.device("cpu"))
-        rule = SamplingRule(batch, torch.zeros(1, dtype=torch.long), None)
         draft_ids = torch.tensor([[first, second]])
-        drafted = [rule._probs(DRAFT[0][None, None], draft_ids[:, :0], 0)]
-        drafted.append(rule._probs(DRAFT[first][None, None], draft_ids[:, :1], 1))
-        probs = rule._probs(TARGET[torch.tensor([[0, first, second]])], draft_ids, 0).double()
+        drafted = [restricted(DRAFT[0][None, None], draft_ids[:, :0], 0)]
+        drafted.append(restricted(DRAFT[first][None, None], draft_ids[:, :1], 1))
+        probs = restricted(TARGET[torch.tensor([[0, first, second]])], draft_ids, 0).double()
         draft_probs = torch.cat(drafted, dim=1).double()
         share = float(draft_probs[0, 0, first] * draft_probs[0, 1, second])
         if not share:
@@ -182,43 +169,6 @@ def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
         total += share * (1 - accepted) * rest / rest.sum()
     law = chain(TARGET, 1.0, 1)
     assert total.tolist() == pytest.approx([law.get((token,), 0.0) for token in range(VOCAB)], abs=1e-6)
-
-
-def test_a_draft_that_the_grammar_forbids_is_never_accepted_and_stops_no_other_row() -> None:
-    """Copied tokens are not proposed by a rule: here the drafts are arbitrary, and only one row has a grammar."""
-    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
-    rows = [RowSampling(grammar=state), RowSampling()]
-    batch = BatchSampling(rows, torch.device("cpu"))
-    assert batch.is_plain_greedy
-    for drafts in itertools.product(range(VOCAB), repeat=3):
-        draft_ids = torch.tensor([drafts, drafts])
-        logits = torch.nn.functional.one_hot(torch.cat([draft_ids, draft_ids[:, :1]], 1), VOCAB).float() * 9
-        grammars_ = StepGrammars([state, None])
-        index, restricted = grammars_.restrict(logits, draft_ids, 0)
-        assert index.tolist() == [0]
-        last = -1
-        for column, token in enumerate(drafts):
-            assert (restricted[0, column] > float("-inf")).nonzero()[:, 0].tolist() == TABLE[last]
-            if token not in TABLE[last] or token == END:
-                break
-            last = token
-
-
-def test_masks_are_made_once_for_a_position() -> None:
-    """Verification reuses the masks of drafting, and the next step those of accepted tokens."""
-    matcher = TableMatcher(TABLE)
-    state = Grammar(matcher, VOCAB, [END]).start()
-    assert isinstance(state._matcher, TableMatcher)
-    for depth in range(3):
-        state.masks([0, 0], depth, 1)
-    state.masks([0, 0], 0, 3)
-    assert state._matcher.num_masks == 3
-    state.append([0, 0])
-    state.masks([1], 0, 2)
-    assert state._matcher.num_masks == 4
-    assert state._matcher.read == [-1, 0, 0, 1]
-    state.rewind()
-    assert state._matcher.read == [-1, 0, 0]
 
 
 def test_what_is_held_back_comes_where_nothing_else_may() -> None:
@@ -266,288 +216,3 @@ def test_an_end_where_the_grammar_has_none_is_a_failure() -> None:
     state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
     assert state.append([0, END]) == 1
     assert state.failure == f"it does not allow token {END}"
-
-
-# With an engine.
-
-
-@pytest.fixture(scope="module")
-def prepared() -> Any:
-    """Prepares a grammar for the tiny models, without a process of its own."""
-    pytest.importorskip("llguidance")
-    tokenizer = tiny_models.tokenizer()
-    matching = trial.make_tokenizer(tokenizer.backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
-
-    def prepare(kind: str, text: Any, whitespace: str | None = "") -> Grammar:
-        text = text if isinstance(text, str) else json.dumps(text)
-        written = source.source(StructuredOutput(kind, text, whitespace))
-        matcher = trial.make_matcher(matching, written)
-        assert not matcher.is_error(), matcher.get_error()
-        return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
-
-    return prepare
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-WANTED = [
-    ("json_schema", SCHEMA),
-    ("regex", "[a-c]{2,8}(x|yz)*"),
-    ("choice", ["the target", "the draft", "neither of the two"]),
-    ("grammar", 'start: "(" start? ")" | /[0-9]{1,3}/'),
-]
-
-
-def follows(grammar: Grammar, ids: list[int], logits: torch.Tensor, min_tokens: int = 0) -> Iterator[tuple[int, Any]]:
-    """Each token, and the logits that it was chosen by: one token after the other, without any draft."""
-    state = grammar.start([tiny_models.EOS_ID], min_tokens)
-    for at, token in enumerate(ids):
-        (mask,) = state.masks([], 0, 1)
-        assert mask is not None
-        yield token, logits[at].masked_fill(~torch.from_numpy(mask), float("-inf"))
-        if token != tiny_models.EOS_ID:
-            state.append([token])
-    assert not state.failure
-
-
-def structured(
-    name: str, grammar: Grammar | None, prompt: list[int], length: int | None = None, **sampling: Any
-) -> GenerationRequest:
-    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), length, grammar)
-
-
-def test_greedy_output_is_what_the_target_alone_may_write(prepared: Any) -> None:
-    """Rows with and without grammars in one batch, another length at every step, some with lengths of their own."""
-    generator = random.Random(3)
-    requests = []
-    for number in range(80):
-        kind, text = generator.choice(WANTED)
-        grammar = prepared(kind, text) if number % 4 else None
-        prompt = engines.random_prompt(generator, 24)
-        length = generator.choice([None] * 4 + [0, 5])
-        limits = {"max_tokens": generator.choice([4, 60]), "min_tokens": generator.choice([0, 0, 3])}
-        requests.append(structured(str(number), grammar, prompt, length, **limits))
-    chooser = RandomLengths(2, longest=4)
-    collected = engines.generate(engines.make_engine(chooser=chooser), *requests)
-    target, _ = engines.models("llama")
-    num_ended = num_accepted = 0
-    for one in requests:
-        ids = collected.ids(one.request_id)
-        if one.grammar is None:
-            continue
-        logits = engines.plain_logits(target, [*one.prompt_ids, *ids])[len(one.prompt_ids) - 1 : -1]
-        for token, restricted in follows(one.grammar, ids, logits, one.sampling.min_tokens):
-            assert restricted[token] >= restricted.max() - 1e-4
-        ended = ids[-1] == tiny_models.EOS_ID
-        assert collected.reason(one.request_id) is (FinishReason.STOP if ended else FinishReason.LENGTH)
-        num_ended += ended
-        num_accepted += collected.last(one.request_id).num_accepted_tokens
-    assert num_ended > 20
-    assert num_accepted > 100, "drafts that are always rejected would prove nothing"
-
-
-@pytest.mark.parametrize("sampling", [{}, {"seed": 5, "temperature": 1.0}, {"seed": 5, "temperature": 0.7, "top_k": 9}])
-def test_the_same_as_without_speculation(prepared: Any, sampling: dict[str, Any]) -> None:
-    """Greedy and seeded rows, beside length 0; with penalties, bias and log probabilities, which stay the target's own."""
-    generator = random.Random(7)
-    asked = [(prepared(*generator.choice(WANTED)), engines.random_prompt(generator, 20)) for _ in range(12)]
-    extra = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {40: 2.0}, "logprobs": 1, "n": 2}
-    found = []
-    for chooser in (0, RandomLengths(4, longest=5)):
-        requests = [
-            structured(str(at), grammar, prompt, max_tokens=50, **(sampling | extra))
-            for at, (grammar, prompt) in enumerate(asked)
-        ]
-        collected = engines.generate(engines.make_engine(chooser=chooser, max_batch_size=3), *requests)
-        found.append(collected)
-    for at in range(len(asked)):
-        for index in range(2):
-            one, other = (each.ids(str(at), index) for each in found)
-            assert one == other
-            assert len(one) > 1
-    told = [one for each in found[1].outputs.values() for output in each for one in output.logprobs]
-    assert any(one.top_ids and one.logprob < one.top_logprobs[0] - 2 for one in told), "unmodified ones"
-
-
-def test_every_finished_output_is_of_its_grammar(prepared: Any) -> None:
-    generator = random.Random(11)
-    grammar = prepared("json_schema", SCHEMA)
-    requests = [
-        structured(str(n), grammar, engines.random_prompt(generator), max_tokens=90, temperature=1.0) for n in range(20)
-    ]
-    collected = engines.generate(engines.make_engine(chooser=3), *requests)
-    for one in requests:
-        assert collected.reason(one.request_id) is FinishReason.STOP
-        found = json.loads(collected.text(one.request_id))
-        assert list(found) == ["name", "age", "tags"]
-        assert 0 <= found["age"] <= 99
-        assert set(found["tags"]) <= {"a", "bc", "def"}
-
-
-def test_ends_stops_and_limits(prepared: Any) -> None:
-    """ignore_eos goes on while the grammar does; a stop string cuts; max_tokens may end it in the middle."""
-    choice, letters = prepared("choice", ["the target"]), prepared("regex", "[ab]*")
-    requests = [
-        structured("whole", choice, [5, 6], max_tokens=50, ignore_eos=True, min_tokens=40),
-        structured("stop", choice, [5, 6], max_tokens=50, stop=("tar",)),
-        structured("cut", choice, [5, 6], max_tokens=3),
-        structured("on", letters, [5, 6], max_tokens=30, ignore_eos=True),
-    ]
-    collected = engines.generate(engines.make_engine(chooser=3), *requests)
-    assert [collected.text(one.request_id) for one in requests[:2]] == ["the target", "the "]
-    assert [collected.reason(one.request_id) for one in requests] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-        FinishReason.LENGTH,
-    ]
-    assert "the target".startswith(collected.text("cut"))
-    assert collected.last("on").num_completion_tokens == 30
-
-
-class FailingMatcher(TableMatcher):
-    """Fails after two tokens."""
-
-    def compute_bitmask(self) -> bytes:
-        return np.packbits(np.ones(tiny_models.VOCAB_SIZE, dtype=np.uint8)).tobytes()
-
-    def consume_token(self, sampled_token: int) -> bool:
-        self.read.append(sampled_token)
-        return True
-
-    def is_accepting(self) -> bool:
-        return True
-
-    def deep_copy(self) -> FailingMatcher:
-        return FailingMatcher({}, failed_at=3)
-
-
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
-@pytest.mark.parametrize("length", [0, 4])
-def test_a_grammar_that_fails_ends_its_own_request(length: int, penalty: float) -> None:
-    """Story: with a penalty, which counts the new tokens, of which there were none, it was an error of the server."""
-    grammar = Grammar(FailingMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
-    alone = engines.generate(engines.make_engine(chooser=0), structured("a", None, [3, 4], max_tokens=20))
-    engine, collected = engines.make_engine(chooser=length), Collected()
-    engine.submit(
-        structured("bad", grammar, [3, 4], max_tokens=20, ignore_eos=True, presence_penalty=penalty), collected
-    )
-    engine.submit(structured("a", None, [3, 4], max_tokens=20), collected)
-    engines.finish(engine)
-    error = collected.last("bad").error
-    assert error is not None
-    assert error.endswith("the grammar cannot be followed any further: too complex")
-    assert collected.last("bad").is_callers
-    assert collected.ids("a") == alone.ids("a")
-
-
-@pytest.fixture(scope="module")
-def crowded(prepared: Any) -> Grammar:
-    """A letter, then "kk" or "z", a digit and one of 2,500 rules, which are more at once than may be looked at."""
-    rules = [f'r{number}: "a" "{number}"' for number in range(2500)]
-    either = " | ".join(f"r{number}" for number in range(2500))
-    return prepared("grammar", "\n".join([f'start: /[a-j]/ ("k" "k" | "z" /[0-9]/ ({either}))', *rules]))
-
-
-def test_drafts_into_what_is_too_complex_change_nothing(crowded: Grammar) -> None:
-    """Text, tokens and error are those of decoding without a draft, also where that fails itself, and where it stops."""
-    generator, tokenizer = random.Random(0), tiny_models.tokenizer()
-    pair = engines.make_pair(draft=tiny_models.build("llama", seed=5))
-    prompts = [engines.random_prompt(generator, 10) for _ in range(12)]
-    stop_ids = [(), (tokenizer.encode("k")[0],), tuple(range(100, 250))]
-    found = []
-    for length in (0, 1, 3):
-        engine, collected = engines.make_engine(pair, chooser=length), Collected()
-        for at, prompt in enumerate(prompts):
-            for more, ids in enumerate(stop_ids):
-                engine.submit(structured(f"{at} {more}", crowded, prompt, max_tokens=8, stop_token_ids=ids), collected)
-        engines.finish(engine)
-        lasts = [collected.last(name) for name, _ in list(collected.outputs)]
-        found.append(
-            {
-                one.request_id: (
-                    collected.ids(one.request_id),
-                    collected.text(one.request_id),
-                    one.finish_reason,
-                    one.error,
-                )
-                for one in lasts
-            }
-        )
-    assert found[0] == found[1] == found[2]
-    ends = [reason for _, _, reason, _ in found[0].values()]
-    assert FinishReason.STOP in ends
-    assert FinishReason.ABORT in ends, "what is never met proves nothing"
-
-
-def test_a_grammar_of_which_a_mask_takes_long_is_ended(prepared: Any) -> None:
-    """Story: 33 characters, and steps of all rows took seconds: what is looked at grows with the square of the output."""
-    text = (BUNDLED / "tokenizer.json").read_text()
-    matching = trial.make_tokenizer(text, None, [tiny_models.EOS_ID])
-    grammar = source.source(StructuredOutput("grammar", 'start: start start | "a" | ""', ""))
-    matcher = trial.make_matcher(matching, grammar)
-    letter, num_read = matching.tokenize_str("a")[0], 0
-    while not matcher.is_error() and num_read < 1000:
-        matcher.compute_bitmask()
-        num_read += matcher.consume_token(letter)
-    assert 100 < num_read < 500
-    assert "Too many items (limit 2000" in matcher.get_error()
-    properties = {f"property {number}": {"type": "string"} for number in range(150)}
-    usual = prepared("json_schema", {"type": "object", "properties": properties, "additionalProperties": False})
-    assert (
-        engines.generate(engines.make_engine(chooser=2), structured("b", usual, [3], max_tokens=60)).last("b").error
-        is None
-    )
-
-
-class SlowMatcher(FailingMatcher):
-    """Allows everything, slowly."""
-
-    def compute_bitmask(self) -> bytes:
-        time.sleep(SLOW_S)
-        return super().compute_bitmask()
-
-    def deep_copy(self) -> SlowMatcher:
-        return SlowMatcher({})
-
-
-SLOW_S = 0.05
-
-
-def test_what_a_slow_grammar_takes_teaches_no_step_time() -> None:
-    chooser = RandomLengths(longest=0)
-    grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
-    asked = structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
-    engines.generate(engines.make_engine(chooser=chooser), asked)
-    taken = [result.latency_s for result in chooser.records]
-    assert len(taken) == 7
-    assert min(taken) < SLOW_S / 2, "a step of the tiny models takes some 2 ms"
-
-
-def test_nothing_is_proposed_for_a_grammar_whose_masks_take_long() -> None:
-    """All rows wait for the masks of one, and every proposed token needs one of its own."""
-    chooser = Arms(Arm(3))
-    grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
-    engines.generate(
-        engines.make_engine(chooser=chooser), structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
-    )
-    assert [result.arm.speculation_length for result in chooser.records] == [0] * 7
-
-
-def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:
-    """Story: where a grammar asks for it, the token itself was allowed, and the output had ended as if that were all."""
-    end = tiny_models.tokenizer().decode([tiny_models.EOS_ID])
-    for kind, wanted in (("choice", [f"{end}x"]), ("json_schema", {"const": end})):
-        asked = structured("a", prepared(kind, wanted), [5, 6], max_tokens=60)
-        last = engines.generate(engines.make_engine(chooser=2), asked).last("a")
-        assert last.finish_reason is FinishReason.ABORT
-        assert last.error is not None
-        assert last.error.endswith("it wants the text of an end token, which would end the output")

@@ -72,32 +72,6 @@ def test_what_was_not_proposed_is_not_looked_at() -> None:
         assert tokens.max() < VOCAB
 
 
-def test_numbers_that_are_none_give_some_token() -> None:
-    """A broken model's logits: no index beyond the vocabulary, which would end the step for everybody."""
-    host, _ = both(batch_of(seeded=False))
-    logits = torch.full((ROWS, K + 1, VOCAB), torch.nan)
-    _, tokens = host.decide(logits, torch.zeros(ROWS, K, dtype=torch.long), None)
-    assert tokens.max() < VOCAB
-
-
-def test_noise_of_a_draft_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = 0
-    original = noise.exponential_on_host
-
-    def counted(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
-        nonlocal drawn
-        drawn += len(keys)
-        return original(keys, positions, vocab_size)
-
-    monkeypatch.setattr(noise, "exponential_on_host", counted)
-    host, _ = both(batch_of())
-    ids = torch.zeros(ROWS, 0, dtype=torch.long)
-    for column in range(K):
-        ids = torch.cat([ids, host.propose(logits_of(column, ROWS, 1), ids)[:, None]], dim=1)
-    host.decide(logits_of(9, ROWS, K + 1), ids, None)
-    assert drawn == ROWS * 3 // 4 * (K + 1), "for every place of every row that samples"
-
-
 def test_a_large_vocabulary_is_worked_on_in_pieces_with_the_same_numbers() -> None:
     keys, positions = np.array([make_key(1, 0), make_key(2, 0)]), np.array([5, 6])
     large = noise.exponential_on_host(keys, positions, 3 * noise.CACHED + 5)

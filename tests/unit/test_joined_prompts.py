@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.worker.backends import cached_model
-from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention
-from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import prompt_part
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy
 
@@ -46,29 +46,6 @@ def parts_of(attention: RowAttention | PackedAttention) -> list[RowAttention]:
     return list(attention.parts) if isinstance(attention, PackedAttention) else [attention]
 
 
-def test_what_a_pass_writes_is_noted_and_nothing_else_is_written() -> None:
-    model = joining_model()
-    rows, lengths = (3, 0, 2), (5, 1, 9)
-    with torch.inference_mode():
-        model.forward(
-            [prompt_part(row, list(range(1, 1 + n)), 0, model.device) for row, n in zip(rows, lengths, strict=True)]
-        )
-    for row in range(4):
-        length = dict(zip(rows, lengths, strict=True)).get(row, 0)
-        assert model.pool._touched[row] == length
-        for layer in model.pool.layers:
-            written = (layer[row] != 0).any(dim=0).any(dim=0).any(dim=-1)
-            assert written.nonzero().flatten().tolist() == list(range(length))
-
-
-def test_prompts_whose_copies_would_be_large_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = joining_model()
-    parts = [prompt_part(row, [1] * 10, 0, model.device) for row in range(3)]
-    assert [type(one) for one in model._attentions(parts)] == [JoinedRows]
-    monkeypatch.setattr(cached_model, "MOST_JOINED_TOKENS", 29)
-    assert [type(one) for one in model._attentions(parts)] == [RowAttention] * 3
-
-
 def test_the_operators_of_a_pass_do_not_grow_with_its_prompts() -> None:
     """A GPU waits for the start of each operator: some ten microseconds."""
     model = joining_model()
@@ -89,3 +66,16 @@ def joining_model() -> CachedModel:
     engine: Any = engines.make_engine(max_batch_size=9)
     engine.target.joins_prompts = True
     return engine.target
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_on_a_gpu_every_column_of_a_mask_begins_where_its_kernel_may_read(queries: int, repeats: int) -> None:
+    """Story: a pass that was not recorded, of a model whose heads share keys, ended the process on a GPU."""
+    masks = StepMasks(torch.zeros(2, 8, dtype=torch.long, device="meta"), 47, torch.float32)
+    pool = KVPool([LayerShape(1, 8)], 2, 60, torch.float32, torch.device("cpu"))
+    for column in range(8 - queries):
+        mask = RowAttention(pool, masks, slice(column, column + queries)).mask(None, repeats)
+        assert mask.shape == (2, 1, repeats * queries, 47)
+        assert mask.storage_offset() % 8 == 0
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.models import control_groups
+from tests.support.waiting import resident_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -43,33 +43,6 @@ def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pyt
     assert (values(pool, 1, 5), values(pool, 2, 7)) == ({1.0}, {4.0})
 
 
-def test_layers_have_the_shapes_asked_for() -> None:
-    pool = filled()
-    assert [tuple(layer.shape) for layer in pool.layers] == [
-        (4, 2, 2, pool.max_length, 8),
-        (4, 2, 1, pool.max_length, 16),
-    ]
-    assert pool.max_length >= 100
-    assert pool.bytes_per_token == 2 * (2 * 8 + 16) * 4
-
-
-def test_moving_a_row_leaves_the_others_alone() -> None:
-    pool = filled()
-    pool.move(3, 0, 7)
-    assert [values(pool, row, length) for row, length in ((0, 7), (1, 9), (2, 3))] == [{4.0}, {2.0}, {3.0}]
-
-
-def test_swapping_rows_of_different_lengths() -> None:
-    pool = filled()
-    pool.swap(1, 2, 9, 3)
-    assert [values(pool, row, length) for row, length in ((0, 5), (1, 3), (2, 9), (3, 7))] == [
-        {1.0},
-        {3.0},
-        {2.0},
-        {4.0},
-    ]
-
-
 def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked places are read all the same, and what is not finite there would spoil the row; also where no memory is
     handed back."""
@@ -81,24 +54,6 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert values(pool, 1, pool.max_length) == {0.0, 3.0}
     pool.release(2)
     assert values(pool, 2, pool.max_length) == {0.0}
-
-
-def test_memory_held_is_whole_units_of_what_was_written() -> None:
-    pool = filled()
-    if not sys.platform.startswith("linux"):
-        pytest.skip("only Linux backs pages as they are written to")
-    unit = pool.allocation_unit
-    assert pool.num_bytes_held() == 4 * unit * pool.bytes_per_token
-    pool.note_written(1, unit + 1)
-    assert pool.num_bytes_held() == 5 * unit * pool.bytes_per_token
-    pool.release(1)
-    assert pool.num_bytes_held() == 3 * unit * pool.bytes_per_token
-
-
-def resident_bytes() -> int:
-    """Memory of this process, from the kernel."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -162,13 +117,6 @@ def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypa
         (tmp_path / name / "memory.current").write_text(f"{used}\n")
         (tmp_path / name / "memory.stat").write_text(f"anon 5\ninactive_file {caches}\n")
     assert free_memory(torch.device("cpu")) == expected
-
-
-def test_a_group_without_a_limit_limits_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert free_memory(torch.device("cpu")) > 1 << 20
 
 
 @pytest.mark.parametrize(

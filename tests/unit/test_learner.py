@@ -55,14 +55,6 @@ def test_a_bad_report_is_refused_alone_and_counted(parts):
     assert parts.estimator.calls == [(KEY, [1, 4], "w")]
 
 
-def test_a_repetition_counts_once(parts):
-    worker = parts.worker()
-    parts.send(worker, 1, 2)
-    parts.send(worker, 2, 3, 3, 6)
-    assert [seqs for _, seqs, _ in parts.estimator.calls] == [[1, 2], [3, 6]]
-    assert (parts.totals.num_repeated, parts.totals.num_missing) == (2, 2)
-
-
 def test_a_group_that_the_estimator_fails_on_costs_its_context_and_nobody_else(parts):
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(elsewhere, 1)
@@ -105,27 +97,11 @@ def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
     assert worker.probe.batch_max == 6
 
 
-def test_a_probe_that_cannot_be_given_costs_the_context_and_not_the_call(parts):
-    parts.estimator.fail = {"take_probe"}
-    parts.send(parts.worker(), 1)
-    assert parts.totals.drift["reset"] == 1
-    assert parts.totals.num_probes == 0
-
-
 def test_an_isolated_worker_has_a_table_of_its_own(parts):
     worker, other = parts.worker(), parts.worker("v")
     assert parts.learner.table(worker)[0] is parts.learner.table(other)[0]
     parts.estimator.isolated.add("v")
     assert [parts.learner.table(each)[1] for each in (worker, other)] == ["", "v"]
-
-
-def test_a_table_is_that_of_the_newest_decision(parts):
-    worker = parts.worker()
-    before = parts.learner.table(worker)[0]
-    parts.send(worker, 1)
-    after = parts.learner.table(worker)[0]
-    assert (before.arm_for(4), after.arm_for(4)) == (Arm(0), Arm(2))
-    assert after.version > before.version
 
 
 def test_a_profile_makes_or_widens_its_context(parts):

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import structlog
@@ -77,8 +78,9 @@ def test_what_callers_make_other_libraries_log_cannot_fill_a_disk():
 
 
 def test_what_was_left_out_is_counted(monkeypatch):
-    filter_, now = ForeignFilter(), [0.0]
-    filter_._sparse = Sparse(clock=lambda: now[0])
+    now = [0.0]
+    monkeypatch.setattr("speclen.transport.logs.Sparse", partial(Sparse, clock=lambda: now[0]))
+    filter_ = ForeignFilter()
     records = [logging.LogRecord("grpc", logging.ERROR, "a.py", 1, "x", (), None) for _ in range(4)]
     assert [filter_.filter(record) for record in records[:3]] == [True, False, False]
     now[0] = 6.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speclen.bench.machine import checkout_of, provenance
+from speclen.cli.support.machine import checkout_of, provenance
 
 
 @pytest.fixture(autouse=True)
@@ -63,5 +63,5 @@ def test_the_command_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_asks_for_the_commit_does_not_wait_for_torch() -> None:
-    code = "import sys, speclen.bench.machine as m; m.provenance(); sys.exit('torch' in sys.modules)"
+    code = "import sys, speclen.cli.support.machine as m; m.provenance(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

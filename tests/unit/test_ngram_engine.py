@@ -5,23 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
-import torch
 
 from speclen.records import PLAIN, Arm, StepFlag
-from speclen.worker.backends.passes import PassPart, RaggedPart
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine import proposals
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Arms,
     Collected,
-    RandomArms,
     check_counts,
     check_greedy,
-    finish,
     generate,
     make_engine,
     make_pair,
@@ -40,16 +35,6 @@ def ngram_engine(chooser: object, **settings: object) -> engines.Engine:
     return make_engine(chooser=chooser, **{"ngram": True, **settings})
 
 
-def test_requests_with_a_length_of_their_own_propose_no_n_grams() -> None:
-    chooser = Arms(Arm(2, ngram=True))
-    requests = [request(str(length), LOOP, length, **LONG) for length in (0, 3)]
-    engine = ngram_engine(chooser)
-    collected = generate(engine, *requests)
-    assert collected.last("0").num_draft_tokens == 0
-    assert engine.load().num_ngram_tokens == 0
-    assert chooser.records[0].arm == Arm(3)
-
-
 def test_without_a_draft_model_n_grams_are_proposed() -> None:
     chooser, pair = Arms(Arm(3, ngram=True)), make_pair(draft=None)
     pair.draft = None
@@ -59,29 +44,6 @@ def test_without_a_draft_model_n_grams_are_proposed() -> None:
     check_greedy(pair.target, one, collected.ids("x"))
     assert {record.arm for record in chooser.records} <= {NGRAM, PLAIN}
     assert collected.last("x").num_draft_tokens == engine.load().num_ngram_tokens > 0
-
-
-def test_n_grams_that_are_off_cost_nothing() -> None:
-    """Forbidden n-grams are never proposed, and sequences need no more room than before."""
-    chooser = Arms(Arm(2, ngram=True))
-    engine = make_engine(chooser=chooser)
-    generate(engine, request("x", LOOP, **LONG))
-    assert engine.load().num_ngram_tokens == 0
-    assert {record.arm for record in chooser.records} <= {Arm(2), Arm(1), PLAIN}
-    assert engine.config.max_proposed_tokens == engine.config.max_speculation_length
-
-
-def test_an_index_is_made_when_an_arm_needs_it_and_ends_with_its_row() -> None:
-    engine, collected = ngram_engine(Arms(Arm(2), Arm(2), NGRAM)), Collected()
-    engine.submit(request("x", LOOP, max_tokens=60, ignore_eos=True), collected)
-    for _ in range(3):
-        engine.step()
-    (sequence,) = engine.scheduler.rows
-    assert sequence.ngram_index is None
-    engine.step()
-    assert sequence.ngram_index is not None
-    finish(engine)
-    assert sequence.ngram_index is None
 
 
 def test_a_long_prompt_is_indexed_a_bounded_number_of_tokens_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,57 +65,6 @@ def test_a_long_prompt_is_indexed_a_bounded_number_of_tokens_a_step(monkeypatch:
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
-def test_passes_are_fed_what_rows_have(backend: str) -> None:
-    """On a ragged backend the target gets one token more than each row proposes, and the draft model the rows that draft."""
-    chooser = Arms(Arm(2, ngram=True))
-    engine = ngram_engine(chooser, backend=backend)
-    fed: dict[str, list[list[int]]] = {"target": [], "draft": []}
-
-    def note(name: str, model: object) -> None:
-        forward = model.forward
-
-        def noting(parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-            if all(isinstance(part, RaggedPart) for part in parts):
-                fed[name].append([int(count) for part in parts for count in part.counts])
-            return forward(parts)
-
-        model.forward = noting
-
-    note("target", engine.target)
-    note("draft", engine.draft)
-    random_rows = [engines.random_prompt(random.Random(seed), 40) for seed in range(2)]
-    requests = [request(str(at), ids, max_tokens=20, ignore_eos=True) for at, ids in enumerate([LOOP, *random_rows])]
-    generate(engine, *requests)
-    assert engine.load().num_ngram_tokens
-    if backend == "torch":
-        assert fed == {"target": [], "draft": []}
-        return
-    told = [(record.batch_size, record.num_verified_tokens) for record in chooser.records]
-    assert fed["target"]
-    assert all((len(counts), sum(counts)) in told for counts in fed["target"])
-    drafted = {record.num_drafted_sequences for record in chooser.records}
-    assert {len(counts) for counts in fed["draft"]} <= drafted
-
-
-@pytest.mark.parametrize("backend", engines.BACKENDS)
-@pytest.mark.parametrize("prompt", ["one token", "random", "at the context"])
-def test_odd_prompts(prompt: str, backend: str) -> None:
-    generator = random.Random(0)
-    prompts = {
-        "one token": [[9] * length for length in (1, 2, 3, 200)],
-        "random": [engines.random_prompt(generator, 120) for _ in range(4)],
-        "at the context": [(LOOP * 13)[:length] for length in (255, 254, 250, 240)],
-    }[prompt]
-    requests = [request(str(at), ids, max_tokens=40, ignore_eos=True) for at, ids in enumerate(prompts)]
-    engine = ngram_engine(RandomArms(3, longest=4), backend=backend)
-    collected = generate(engine, *requests)
-    for one in requests:
-        ids = collected.ids(one.request_id)
-        assert len(ids) == min(40, 256 - len(one.prompt_ids))
-        check_greedy(engine.pair.target, one, ids)
-
-
-@pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(seeded: bool, backend: str) -> None:
     """Outputs whose second token is an n-gram's, drafted, or neither. 20.5: once in 1,000 seeds."""
@@ -171,42 +82,6 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(seeded: bo
     check_counts(Counter(firsts), prompt, target)
     check_counts(Counter(pair[1] for pair in pairs if pair[0] == most), [*prompt, most], target)
     assert engine.load().num_ngram_tokens > 100
-
-
-def test_log_probabilities_and_penalties_are_the_same_with_n_grams() -> None:
-    settings = {"max_tokens": 25, "ignore_eos": True, "logprobs": 2}
-    for edits in ({}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 10}):
-        told = []
-        for arm in (PLAIN, NGRAM, Arm(2, ngram=True)):
-            collected = generate(ngram_engine(FixedArm(arm)), request("x", LOOP, **settings, **edits))
-            told.append([entry for output in collected.outputs["x", 0] for entry in output.logprobs])
-        for other in told[1:]:
-            assert [entry.top_ids for entry in other] == [entry.top_ids for entry in told[0]]
-            assert [entry.logprob for entry in other] == pytest.approx([entry.logprob for entry in told[0]], abs=1e-3)
-
-
-def test_a_step_with_n_grams_may_fail_beside_a_prompt_and_is_run_again() -> None:
-    engine, collected = ngram_engine(Arms(Arm(2, ngram=True))), Collected()
-    one = request("x", LOOP, **LONG)
-    engine.submit(one, collected)
-    for _ in range(4):
-        engine.step()
-    forward, failed = engine.target.forward, []
-
-    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        if len(parts) > 1 and not failed:
-            failed.append(True)
-            raise RuntimeError("the prompt is bad")
-        return forward(parts)
-
-    engine.target.forward = failing
-    other = request("y", LOOP[::-1], max_tokens=5, ignore_eos=True)
-    engine.submit(other, collected)
-    finish(engine)
-    assert failed
-    for sent in (one, other):
-        check_greedy(engine.pair.target, sent, collected.ids(sent.request_id))
-        assert len(collected.ids(sent.request_id)) == sent.sampling.max_tokens
 
 
 def test_drafting_after_n_grams_catches_up() -> None:

@@ -76,11 +76,6 @@ def test_proposals(tokens: list[int], most: int, min_match: int, expected: list[
     assert indexed(tokens).propose(most, min_match) == expected
 
 
-@pytest.mark.parametrize("period", [1, 2, 5])
-def test_a_loop_goes_on_as_it_began(period: int) -> None:
-    assert indexed(list(range(period)) * 12).propose(9, 2) == [at % period for at in range(9)]
-
-
 def test_indexing_is_bounded_and_goes_on_where_it_stopped() -> None:
     tokens, index = [1, 2, 3] * 50, NgramIndex()
     assert [index.extend(tokens, 100) for _ in range(3)] == [100, 50, 0]

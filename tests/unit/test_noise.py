@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from speclen.worker.sampling import noise
 from speclen.worker.sampling.noise import exponential, make_key
 
 
@@ -31,14 +30,25 @@ def test_every_seed_fits_a_signed_integer(seed: int) -> None:
     assert -(2**63) <= make_key(seed, 63) < 2**63
 
 
+GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def splitmix(value: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
+    value &= MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
 def test_the_numbers_are_those_of_the_definition() -> None:
     """Computed here with Python's own integers; devices may differ in the last bit of a logarithm."""
-    seed, position, mask = 2**63 + 5, 1234, (1 << 64) - 1
+    seed, position = 2**63 + 5, 1234
     key = make_key(seed, 2)
     found = exponential(torch.tensor([key]), torch.tensor([[position]]), 20_000)[0, 0]
     for token in (0, 1, 8191, 8192, 19_999):
-        row = noise._mix((key + position * noise._GOLDEN) & mask)
-        bits = noise._mix((row + (token + 1) * noise._GOLDEN) & mask) >> 11
+        row = splitmix(key + position * GOLDEN)
+        bits = splitmix(row + (token + 1) * GOLDEN) >> 11
         assert float(found[token]) == pytest.approx(-math.log1p(-(bits + 0.5) * 2.0**-53), rel=3e-7)
 
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 
-from speclen.worker.backends.recording import Recorder, RerunRecorder
+from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
-from speclen.worker.requests.request import (
-    EngineFailedError,
-    FinishReason,
-    GenerationRequest,
-    SequenceOutput,
-    StructuredOutput,
-)
-from speclen.worker.sampling import grammar as grammar_module
-from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.requests.detokenize import Detokenizer
+from speclen.worker.requests.request import EngineFailedError, FinishReason, GenerationRequest, SequenceOutput
+from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured import source, trial
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Collected,
@@ -137,16 +134,38 @@ def fail(*args: object) -> NoReturn:
     raise MemoryError("no room")
 
 
-def test_a_row_whose_text_fails_ends_alone_and_is_told_once() -> None:
-    """Its next tokens are under way by then, and nobody gets them."""
-    engine, collected = make_engine(chooser=2, overlapped=True), Collected()
-    for name in ("a", "bad", "b"):
-        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True), collected)
+BAD = 9  # a token whose text cannot be made
+
+
+def submit_one_bad(engine: Engine, collected: Collected, max_tokens: int) -> SequenceState:
+    """Three requests, one of which writes BAD and nothing else; run for three steps."""
+    for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):
+        sampling = {"max_tokens": max_tokens, "ignore_eos": True, "logit_bias": bias}
+        engine.submit(request(name, PROMPT, **sampling), collected)
     for _ in range(3):
         engine.step()
-    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+    return next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+
+
+def break_text(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let the text of BAD fail from now on."""
+    honest = Detokenizer.push
+
+    def push(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
+        if BAD in ids:
+            raise error
+        return honest(detokenizer, ids)
+
+    monkeypatch.setattr(Detokenizer, "push", push)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_row_whose_text_fails_ends_alone_and_is_told_once(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: the whole batch was aborted. Overlapped, its next tokens are under way by then, and nobody gets them."""
+    engine, collected = make_engine(chooser=2, overlapped=overlapped), Collected()
+    bad = submit_one_bad(engine, collected, 30)
     told = len(collected.ids("bad"))
-    bad._detokenizer.push = fail  # type: ignore[method-assign]
+    break_text(monkeypatch, MemoryError("no room"))
     engine.step()
     assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
     assert len(collected.ids("bad")) == told
@@ -180,18 +199,10 @@ def test_what_is_held_back_comes_before_an_end(moment: str, monkeypatch: pytest.
     assert not engine.abort("long")
 
 
-def test_a_panic_while_callers_are_told_leaves_nobody_waiting() -> None:
+def test_a_panic_while_callers_are_told_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, collected = make_engine(make_pair(), chooser=0, overlapped=True), Collected()
-    for name in ("a", "bad", "b"):
-        engine.submit(request(name, PROMPT, max_tokens=4, ignore_eos=True), collected)
-    for _ in range(3):
-        engine.step()
-    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
-
-    def panic(*args: object) -> NoReturn:
-        raise SystemExit(3)
-
-    bad._detokenizer.push = panic  # type: ignore[method-assign]
+    submit_one_bad(engine, collected, 4)
+    break_text(monkeypatch, SystemExit(3))
     with pytest.raises(EngineFailedError, match="engine has ended"):
         engine.run()
     assert {collected.reason(name) for name in ("a", "bad", "b")} == {FinishReason.ABORT}

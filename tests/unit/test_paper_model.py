@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from speclen.controller.analysis.paper_model import PaperModel, fit
+from speclen.cli.profile.paper_model import PaperModel, fit
 from speclen.records import ProfileCell
 
 C, GAMMA, BETA = 0.8, 0.55, 0.020
@@ -42,17 +42,6 @@ def test_the_optimum_solves_the_papers_equation_and_beats_its_neighbours(batch_s
     assert model.s_per_token(batch_size, s) < model.s_per_token(batch_size, s * 0.9)
 
 
-@pytest.mark.parametrize("c", [0.01, 0.3, 0.8, 1.0])
-def test_no_optimum_lies_over_the_ceiling_whatever_the_acceptance(c: float) -> None:
-    for gamma in (0.2, 0.5, 0.9):
-        for slope in SLOPE.values():
-            model = PaperModel(c, gamma, BETA, {1: slope}, None, 0.0, 0.0)
-            assert model.optimum(1) <= model.ceiling(1) + 1e-6
-            assert model.ceiling(1) == pytest.approx(BETA * gamma / (slope * (1 - gamma)))
-    assert PaperModel(0.8, 1.0, BETA, {1: 0.001}, None, 0.0, 0.0).ceiling(1) == float("inf")
-    assert PaperModel(0.8, 0.5, BETA, {1: 0.0}, None, 0.0, 0.0).ceiling(1) == float("inf")
-
-
 def test_the_best_length_falls_as_the_batch_grows() -> None:
     model = fit(exact_cells(), accepted_increments(8))
     best = [model.best_length(b, 8) for b in sorted(SLOPE)]
@@ -64,10 +53,6 @@ def test_when_a_draft_token_costs_more_than_it_saves_the_best_length_is_zero() -
     model = PaperModel(0.3, 0.5, 0.01, {16: 0.02}, None, 0.0, 0.0)
     assert model.best_length(16, 8) == 0
     assert model.alpha_s(16) is None
-
-
-def test_without_any_cost_of_length_the_optimum_is_the_longest() -> None:
-    assert PaperModel(0.8, 0.5, 0.01, {1: 0.0}, None, 0.0, 0.0).optimum(1) == 64
 
 
 def test_profiles_that_determine_nothing_are_refused() -> None:

@@ -21,7 +21,7 @@ class Watcher(EstimatorLearner):
         super().observe(records, worker)
 
 
-@pytest.mark.parametrize("name", ["stationary", "first-minute", "classes", "unlike-2"])
+@pytest.mark.parametrize("name", ["stationary", "first-minute-cold", "classes", "unlike-2"])
 def test_records_add_up(name):
     world = World(SCENARIOS[name], 1, 1200)
     watcher = Watcher(world, "fixed:3")
@@ -65,7 +65,7 @@ def test_a_seed_is_a_world():
 
 def test_slower_steps_are_flagged_and_counted():
     """The first step of a shape, the first one after length 0, and those with prefill."""
-    engine, record = Engine(World(SCENARIOS["first-minute"], 5).machine), StepRecord(1, 2, Arm(0), 0.02, (2,))
+    engine, record = Engine(World(SCENARIOS["first-minute-cold"], 5).machine), StepRecord(1, 2, Arm(0), 0.02, (2,))
     steps = ((0, False), (0, False), (0, True), (3, False), (3, False))
     found = [engine.flagged(record._replace(arm=Arm(length)), joined, mean_s=0.02) for length, joined in steps]
     first_use = {StepFlag.FIRST_USE}

@@ -51,13 +51,6 @@ def test_steps_of_one_visit_do_not_make_each_other_certain() -> None:
     assert alone < 320
 
 
-def test_few_steps_are_not_certain() -> None:
-    mean, stderr, outliers = robust_mean(np.array([0.02, 0.2]), np.arange(2))
-    assert (mean, outliers) == (0.02, 0)
-    assert stderr > 0.05 * mean
-    assert robust_mean(np.array([0.02, 0.02, 0.2]), np.arange(3))[0] == 0.02
-
-
 def samples_with_context(slope: float, seed: int = 0) -> dict[tuple[int, int], np.ndarray]:
     """Cells whose contexts happen to differ: the longer length was measured on longer rows."""
     rng = np.random.default_rng(seed)
@@ -87,12 +80,6 @@ def test_context_length_does_not_pose_as_cost_of_speculation() -> None:
     assert reference_context(samples) == pytest.approx(375, abs=30)
 
 
-def test_noise_alone_gives_no_negative_effect_of_context() -> None:
-    falling = {(1, 0): np.stack([np.linspace(0.02, 0.01, 20), np.linspace(10, 500, 20)], axis=1)}
-    assert context_slope(falling) == 0.0
-    assert context_slope({(1, 0): np.array([[0.02, 100.0]])}) == 0.0
-
-
 def test_survival_counts_a_full_run_as_censored() -> None:
     """Ten rows at length 1, all accepted, say nothing of position 2; ten at length 2 do."""
     values, rows = survival({1: [0, 10], 2: [5, 3, 2]})
@@ -116,12 +103,6 @@ def test_survival_without_speculation_is_empty_and_without_rows_zero() -> None:
     assert survival({}) == ([], [])
     assert survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])
-
-
-def test_a_position_that_no_row_reached_is_marked_by_its_zero_rows() -> None:
-    values, rows = survival({1: [5, 5], 4: [0, 0, 0, 0, 0]})
-    assert values == pytest.approx([0.5, 0.25, 0.125, 0.0625])
-    assert rows == [10, 0, 0, 0]
 
 
 def test_the_error_of_expected_tokens_is_that_of_a_mean() -> None:

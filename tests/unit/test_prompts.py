@@ -17,14 +17,6 @@ def test_prompts_have_the_length_asked_for_even_beyond_one_text() -> None:
         assert len(source.draw(length)) == length
 
 
-def test_the_same_seed_draws_the_same_prompts() -> None:
-    texts = held_out_texts()[:3]
-    first, again, other = (PromptSource(tiny_models.tokenizer(), texts, seed) for seed in (5, 5, 6))
-    drawn = [first.draw(20) for _ in range(4)]
-    assert drawn == [again.draw(20) for _ in range(4)]
-    assert drawn != [other.draw(20) for _ in range(4)]
-
-
 def test_held_out_files_are_few_and_decided_by_path_alone() -> None:
     paths = [f"package/module_{number}.py" for number in range(2000)]
     share = sum(map(is_held_out, paths)) / len(paths)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.bench.engine.bandwidth import bytes_per_pass
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair, load_pair
@@ -93,27 +92,13 @@ def test_tied_embeddings_are_those_of_the_rounded_head() -> None:
     check_model(loaded(model, torch.float32), model, "llama")
 
 
-@needs_openvino
-def test_products_read_8_bits() -> None:
-    """Wide enough for the kernels to be worth while: as many constants of 8 bits are left as there are layers."""
-    model = rounded(tiny_models.build("llama", hidden_size=128, intermediate_size=256))
-    compiled = loaded(model, torch.float32)._requests[1].get_compiled_model()
-    constants = [node for node in compiled.get_runtime_model().get_ops() if is_constant(node)]
-    kinds = [node.get_output_element_type(0).get_type_name() for node in constants]
-    assert kinds.count("i8") == len(linears(model))
-
-
-def is_constant(node: Any) -> bool:
-    return node.get_rt_info()["layerType"].astype(str) == "Const"
-
-
 def loaded(model: Any, dtype: torch.dtype) -> Any:
     layers = inspect_layers(private_copy(model), "model")
     return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)
 
 
 @needs_openvino
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_outputs_are_what_the_rounded_target_alone_would_write(family: str) -> None:
     """100 requests that join and leave at random, under plans that change with every step."""
     pair = rounded_pair(family)
@@ -146,13 +131,3 @@ def test_a_rounded_pair_is_loaded_and_learned_for_apart() -> None:
     assert first.target != second.target
     assert first.draft != second.draft
     assert first.target.partition("#")[0] == second.target.partition("#")[0] == "bundled:target"
-
-
-def test_a_pass_reads_a_byte_a_weight() -> None:
-    """Story: `bench step` compared the passes of rounded targets with the time that reading the full weights takes."""
-    model = tiny_models.build("llama")
-    full = bytes_per_pass(model)
-    rest = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
-    round_weights(model)
-    scales = sum(4 * module.weight.shape[0] for module in linears(model).values())
-    assert bytes_per_pass(model) == (full - rest) // 4 + scales + rest

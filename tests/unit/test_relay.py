@@ -81,40 +81,30 @@ def test_what_gathered_is_sent_in_parts(sizes):
     assert len(parts) <= 1 + sum(sizes) // MOST_AT_ONCE
 
 
-def test_who_gives_up_while_a_thread_works_for_it_is_not_in_the_way_of_the_next_try():
+async def test_who_gives_up_while_a_thread_works_for_it_is_not_in_the_way_of_the_next_try():
     """The id was told to be in use, which no client tries again."""
 
-    async def story():
-        engine = AsyncEngine(None, None, None, 0.01, 30.0)
-        working = asyncio.Event()
+    engine = AsyncEngine(None, None, None, 0.01, 30.0)
+    working = asyncio.Event()
 
-        async def first():
-            async with engine.open("x"):
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    await asyncio.shield(working.wait())  # as the preparation of a prompt or a grammar does
+    async def first():
+        async with engine.open("x"):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.shield(working.wait())  # as the preparation of a prompt or a grammar does
 
-        async def second():
-            async with engine.open("x"):
-                return "served"
+    async def second():
+        async with engine.open("x"):
+            return "served"
 
-        trying = asyncio.create_task(first())
-        await asyncio.sleep(0.01)
-        with pytest.raises(ValueError, match="already running"):
-            await second()
-        trying.cancel()
-        again = asyncio.create_task(second())
-        await asyncio.sleep(0.05)
-        assert not again.done()
-        working.set()
-        assert await again == "served"
-
-    asyncio.run(asyncio.wait_for(story(), 10))
-
-
-def test_a_closed_loop_is_no_error():
-    loop = asyncio.new_event_loop()
-    relay = OutputRelay(loop, 0.01)
-    loop.close()
-    relay.put(OutputStream(), output(0))
+    trying = asyncio.create_task(first())
+    await asyncio.sleep(0.01)
+    with pytest.raises(ValueError, match="already running"):
+        await second()
+    trying.cancel()
+    again = asyncio.create_task(second())
+    await asyncio.sleep(0.05)
+    assert not again.done()
+    working.set()
+    assert await again == "served"

@@ -66,3 +66,14 @@ def test_what_never_got_a_row_has_no_times(requests):
     assert value(requests, "request_queue_time_seconds_count") == 0
     assert value(requests, 'request_success_total{finished_reason="abort"}') == 1
     assert value(requests, 'request_refused_total{reason="queue_full"}') == 1
+
+
+def test_the_time_of_a_token_is_that_of_one_sequence_however_many_there_are(requests):
+    """Three sequences at once were told to be three times as fast as one; one that comes in late is no slower."""
+    timeline = requests.timeline(4, arrived_at=10.0)
+    for index in range(3):
+        timeline.saw(output(11.0, 1, index=index))
+        timeline.saw(output(13.0, 5, 1, FinishReason.LENGTH, index))
+    timeline.saw(output(20.0, 1, 1, FinishReason.STOP, 3))
+    assert value(requests, "request_time_per_output_token_seconds_sum") == 0.5
+    assert value(requests, "request_time_per_output_token_seconds_count") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -36,8 +37,12 @@ def sequence(
     )
 
 
-def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000) -> Scheduler:
-    pools = [KVPool([LayerShape(1, 8)], max_batch_size, 80, torch.float32, CPU) for _ in range(2)]
+def make_pools(num_rows: int) -> list[KVPool]:
+    return [KVPool([LayerShape(1, 8)], num_rows, 80, torch.float32, CPU) for _ in range(2)]
+
+
+def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000, pools: Sequence[KVPool] | None = None) -> Scheduler:
+    pools = pools or make_pools(max_batch_size)
     return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4, vocab_size=100, prefill_chunk=64)
 
 
@@ -91,16 +96,7 @@ def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
     assert queue.num_reserved_tokens == 0
 
 
-def test_waiting_sequences_can_be_dropped() -> None:
-    queue = scheduler(max_batch_size=1)
-    queue.add([sequence("many", index=index) for index in range(3)])
-    queue.add([sequence("b")])
-    queue.admit()
-    assert [dropped.index for dropped in queue.drop_waiting("many")] == [1, 2]
-    assert names(list(queue.waiting)) == ["b"]
-
-
-def check_regions(queue: Scheduler, marks: dict[str, float]) -> None:
+def check_regions(queue: Scheduler, pools: Sequence[KVPool], marks: dict[str, float]) -> None:
     """Drafting rows first, then the others that decode, then prefilling ones; each row still holds its own mark."""
     assert 0 <= queue.num_drafting <= queue.num_decoding <= len(queue.rows)
     for row, one in enumerate(queue.rows):
@@ -108,7 +104,7 @@ def check_regions(queue: Scheduler, marks: dict[str, float]) -> None:
             assert one.may_draft == (row < queue.num_drafting)
         mark = marks[one.request.request_id]
         assert one.row == row
-        for pool, length in zip(queue._pools, (one.target_length, one.draft_length), strict=True):
+        for pool, length in zip(pools, (one.target_length, one.draft_length), strict=True):
             assert set(pool.layers[0][row, :, :, :length].unique().tolist()) <= {mark}
             assert length <= pool.max_length
 
@@ -116,7 +112,8 @@ def check_regions(queue: Scheduler, marks: dict[str, float]) -> None:
 def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
     """3,000 random moves; every row's keys and values carry a mark of its own."""
     generator = random.Random(0)
-    queue, marks = scheduler(max_batch_size=7), {}
+    pools, marks = make_pools(7), {}
+    queue = scheduler(max_batch_size=7, pools=pools)
     for number in range(3000):
         action = generator.random()
         if action < 0.35:
@@ -129,7 +126,7 @@ def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
             row = queue.num_decoding
             one = queue.rows[row]
             one.target_length, one.draft_length = generator.randrange(1, 60), generator.randrange(60)
-            for pool, length in zip(queue._pools, (one.target_length, one.draft_length), strict=True):
+            for pool, length in zip(pools, (one.target_length, one.draft_length), strict=True):
                 pool.layers[0][row, :, :, :length] = marks[one.request.request_id]
                 pool.note_written(row, length)
             start(queue)
@@ -141,21 +138,9 @@ def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
             # Prefilling rows hold something only when they are the first, as in the engine.
             end(queue, generator.choice(queue.rows))
             queue.admit()
-        check_regions(queue, marks)
+        check_regions(queue, pools, marks)
     while queue.rows:
         end(queue, queue.rows[-1])
         queue.admit()
     assert queue.num_reserved_tokens == 0
-    assert queue._pools[0].num_bytes_held() == 0
-
-
-def test_prefilling_rows_keep_their_order_when_a_decoding_row_leaves() -> None:
-    queue = scheduler(max_batch_size=5)
-    for name in "abcde":
-        queue.add([sequence(name)])
-    queue.admit()
-    start(queue)
-    start(queue)
-    end(queue, queue.rows[0])
-    assert names(queue.rows) == ["b", "c", "d", "e"]
-    assert queue.num_decoding == queue.num_drafting == 1
+    assert pools[0].num_bytes_held() == 0

@@ -18,6 +18,7 @@ from speclen.worker.requests.sequence import SequenceState
 from tests.support import tiny_models
 
 EOS = tiny_models.EOS_ID
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 def sequence(prompt: str = "the ", context: int = 200, **sampling: Any) -> SequenceState:
@@ -53,76 +54,63 @@ def run(one: SequenceState, ids: list[int], step: int) -> tuple[list[int], str, 
     return told, text, output
 
 
+ABC, LATE, SHOUTED, WORDS = encode("abc"), encode("a!b!c!"), encode("a!!b"), encode("one two STOP three")
+SHOUT, LONG, XYZ = encode("!")[0], [9] * 20, encode("xyz")
+UNTIL_STOP = next(WORDS[:at] for at in range(len(WORDS)) if "STOP" in tiny_models.tokenizer().decode(WORDS[:at]))
+
+# Sampling, tokens that come, tokens of the output, its text, and what ends it; None: any.
+ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, FinishReason, int | str | None]] = {
+    "the end token": ({}, [*ABC, EOS, *XYZ], [*ABC, EOS], "abc", STOP, EOS),
+    "not an end token that is ignored": (
+        *({"ignore_eos": True, "max_tokens": len(ABC) + 1 + len(XYZ)}, [*ABC, EOS, *XYZ], [*ABC, EOS, *XYZ]),
+        *("abcxyz", LENGTH, None),
+    ),
+    "a stop token, which is not shown": ({"stop_token_ids": (SHOUT,)}, LATE, LATE[:2], "a", STOP, SHOUT),
+    "max_tokens": ({"max_tokens": 4}, LONG, LONG[:4], None, LENGTH, None),
+    "the context": ({"context": len(encode("the ")) + 3}, LONG, LONG[:3], None, LENGTH, None),
+    "a stop string across tokens": ({"stop": ("never", "STOP")}, WORDS, UNTIL_STOP, "one two ", STOP, "STOP"),
+    "a stop string that is kept": (
+        *({"stop": ("STOP",), "include_stop_str_in_output": True}, WORDS, UNTIL_STOP),
+        *("one two STOP", STOP, "STOP"),
+    ),
+    "text held back for a stop string that never came": (
+        {"stop": ("STOP",), "max_tokens": len(encode("one ST"))},
+        encode("one STx"),
+        None,
+        "one ST",
+        LENGTH,
+        None,
+    ),
+    "a stop string after min_tokens": ({"stop": ("!",), "min_tokens": 3}, LATE, LATE[:4], "a!b", STOP, "!"),
+    "a stop token after min_tokens": ({"stop_token_ids": (SHOUT,), "min_tokens": 3}, LATE, LATE[:4], None, STOP, SHOUT),
+    "a stop string that begins before min_tokens": (
+        {"stop": ("!!",), "min_tokens": 2},
+        SHOUTED,
+        SHOUTED[:3],
+        "a",
+        STOP,
+        "!!",
+    ),
+    "not a stop string complete before min_tokens": (
+        {"stop": ("a!", "a!bx"), "min_tokens": 3, "max_tokens": 6},
+        LATE,
+        LATE,
+        "a!b!c!",
+        LENGTH,
+        None,
+    ),
+    "the end token before a stop string": ({"stop": ("!x",)}, [*LATE[:2], EOS], [*LATE[:2], EOS], "a!", STOP, EOS),
+}
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
-class TestEnds:
-    def test_at_the_end_token_inside_a_step(self, step: int) -> None:
-        ids = [*encode("abc"), EOS, *encode("xyz")]
-        told, text, last = run(sequence(), ids, step)
-        assert told == [*encode("abc"), EOS]
-        assert (text, last.finish_reason, last.matched_stop) == ("abc", FinishReason.STOP, EOS)
-
-    def test_past_the_end_token_when_it_is_ignored(self, step: int) -> None:
-        ids = [*encode("abc"), EOS, *encode("xyz")]
-        told, text, last = run(sequence(ignore_eos=True, max_tokens=len(ids)), ids, step)
-        assert (told, text, last.finish_reason) == (ids, "abcxyz", FinishReason.LENGTH)
-
-    def test_at_a_stop_token_which_is_not_shown(self, step: int) -> None:
-        ids = encode("ab!cd")
-        told, text, last = run(sequence(stop_token_ids=tuple(encode("!"))), ids, step)
-        assert told == encode("ab!")
-        assert (text, last.finish_reason, last.matched_stop) == ("ab", FinishReason.STOP, encode("!")[0])
-
-    def test_at_max_tokens(self, step: int) -> None:
-        told, _, last = run(sequence(max_tokens=4), [9] * 20, step)
-        assert (told, last.finish_reason, last.matched_stop) == ([9] * 4, FinishReason.LENGTH, None)
-
-    def test_at_the_context(self, step: int) -> None:
-        one = sequence(context=len(encode("the ")) + 3)
-        told, _, last = run(one, [9] * 20, step)
-        assert (told, last.finish_reason) == ([9] * 3, FinishReason.LENGTH)
-
-    def test_before_a_stop_string_across_tokens(self, step: int) -> None:
-        ids = encode("one two STOP three")
-        told, text, last = run(sequence(stop=("never", "STOP")), ids, step)
-        assert (text, last.finish_reason, last.matched_stop) == ("one two ", FinishReason.STOP, "STOP")
-        decode = make_decode(tiny_models.tokenizer(), True)
-        assert "STOP" in decode(told)
-        assert "STOP" not in decode(told[:-1])
-
-    def test_after_a_stop_string_that_is_to_be_kept(self, step: int) -> None:
-        _, text, _ = run(sequence(stop=("STOP",), include_stop_str_in_output=True), encode("one STOP x"), step)
-        assert text == "one STOP"
-
-    def test_with_held_back_text_shown_when_the_stop_string_never_came(self, step: int) -> None:
-        ids = encode("one ST")
-        _, text, last = run(sequence(stop=("STOP",), max_tokens=len(ids)), ids, step)
-        assert (text, last.finish_reason) == ("one ST", FinishReason.LENGTH)
-
-    def test_not_before_min_tokens(self, step: int) -> None:
-        ids = encode("a!b!c!")
-        assert len(ids) == 6
-        told, text, last = run(sequence(stop=("!",), min_tokens=3), ids, step)
-        assert (told, text, last.matched_stop) == (ids[:4], "a!b", "!")
-        told, _, _ = run(sequence(stop_token_ids=(ids[1],), min_tokens=3), ids, step)
-        assert told == ids[:4]
-
-    def test_after_a_stop_string_that_begins_before_min_tokens(self, step: int) -> None:
-        ids = encode("a!!b")
-        assert len(ids) == 4
-        told, text, last = run(sequence(stop=("!!",), min_tokens=2), ids, step)
-        assert (told, text, last.matched_stop) == (ids[:3], "a", "!!")
-
-    def test_not_by_a_stop_string_that_was_complete_before_min_tokens(self, step: int) -> None:
-        ids = encode("ab!cd!")
-        assert len(ids) == 6
-        told, text, last = run(sequence(stop=("b!", "ab!cx"), min_tokens=3, max_tokens=6), ids, step)
-        assert (told, text, last.finish_reason) == (ids, "ab!cd!", FinishReason.LENGTH)
-
-    def test_whichever_comes_first(self, step: int) -> None:
-        ids = [*encode("ab!"), EOS]
-        assert run(sequence(stop=("!",)), ids, step)[2].matched_stop == "!"
-        assert run(sequence(stop=("!x",)), ids, step)[2].matched_stop == EOS
-        assert run(sequence(stop=("!x",)), ids, step)[1] == "ab!"
+@pytest.mark.parametrize("end", ENDS)
+def test_a_sequence_ends_where_it_should(end: str, step: int) -> None:
+    sampling, ids, told, text, reason, matched = ENDS[end]
+    found_ids, found_text, last = run(sequence(**sampling), ids, step)
+    assert (last.finish_reason, last.matched_stop) == (reason, matched)
+    assert told in (None, found_ids)
+    assert text in (None, found_text)
 
 
 def test_the_end_token_is_shown_when_special_tokens_are() -> None:

@@ -7,14 +7,15 @@ import pytest
 
 from speclen.bench.serving import chat
 from speclen.bench.serving.prompts import HEAD_TOKENS, KINDS, PromptDrawer
-from speclen.bench.serving.recipes import CHAT, MEAN_OUTPUT_TOKENS, MIXED, SCENARIOS, scenario_of
+from speclen.bench.serving.recipes import ALTERNATING, CHAT, MEAN_OUTPUT_TOKENS, MIXED, TRACKS
 from speclen.bench.serving.tracks import TURN_TOKENS, arrival_times, draw_requests, make_block
 from tests.support import tiny_models
 
 CAPACITY = 1400.0
+MEAN_LOAD = sum(share * load for share, load in ALTERNATING)
 
 
-@pytest.mark.parametrize("track", SCENARIOS)
+@pytest.mark.parametrize("track", TRACKS)
 def test_blocks_are_deterministic_ordered_and_within_their_time(track):
     block = make_block(track, CAPACITY, 5, seed=3)
     assert block == make_block(track, CAPACITY, 5, seed=3)
@@ -23,35 +24,27 @@ def test_blocks_are_deterministic_ordered_and_within_their_time(track):
     times = [arrival.at_s for arrival in block.arrivals]
     assert times == sorted(times)
     assert 0 <= times[0] <= times[-1] < block.duration_s
-    assert sum(segment.share for segment in SCENARIOS[track].segments) == pytest.approx(1.0)
-    for mix in SCENARIOS[track].mixes:
-        assert sum(share for _, share in mix.kinds) == pytest.approx(1.0)
-        assert {kind for kind, _ in mix.kinds} <= set(KINDS)
-
-
-def test_mixed_temperatures_are_the_mixed_track():
-    assert make_block("mixed-temperature", CAPACITY) == make_block("mixed", CAPACITY)
+    kinds = dict(TRACKS[track].mix.kinds)
+    assert sum(kinds.values()) == pytest.approx(1.0)
+    assert set(kinds) <= set(KINDS)
 
 
 def test_a_block_asks_for_the_share_of_capacity_that_it_names():
-    block = make_block("steady-low", CAPACITY, duration_s=5_000)
+    block = make_block("mixed", CAPACITY, duration_s=2_000)
     asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
-    assert asked / CAPACITY == pytest.approx(0.15, rel=0.05)
-    twice = make_block("steady-low", CAPACITY, duration_s=5_000, scale=2.0)
-    assert len(twice.arrivals) / len(block.arrivals) == pytest.approx(2.0, rel=0.05)
+    assert asked / CAPACITY == pytest.approx(MEAN_LOAD, rel=0.05)
 
 
 def test_answers_that_the_model_ends_are_asked_for_by_their_expected_length():
     block = make_block("chat", CAPACITY, duration_s=5_000)
     assert all(arrival.ends_itself and arrival.output_tokens == CHAT.most_tokens for arrival in block.arrivals)
-    load = sum(segment.share * segment.load for segment in SCENARIOS["chat"].segments)
     asked = len(block.arrivals) * CHAT.mean_tokens / block.duration_s
-    assert asked / CAPACITY == pytest.approx(load, rel=0.05)
+    assert asked / CAPACITY == pytest.approx(MEAN_LOAD, rel=0.05)
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
 def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
-    times = arrival_times(np.random.default_rng(1), rate=10.0, rate_end=10.0, length_s=20_000.0, cv=cv)
+    times = arrival_times(np.random.default_rng(1), rate=10.0, length_s=20_000.0, cv=cv)
     gaps = np.diff(times)
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
@@ -61,16 +54,10 @@ def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
 def test_short_stretches_have_the_rate_that_was_asked_for(cv):
     """Seven requests each on average, also where they come in bursts of twice as many: as if it had gone on for long."""
     rng = np.random.default_rng(3)
-    numbers = [len(arrival_times(rng, rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)) for _ in range(4000)]
+    numbers = [len(arrival_times(rng, rate=3.5, length_s=2.0, cv=cv)) for _ in range(4000)]
     assert np.mean(numbers) == pytest.approx(7.0, rel=0.06)
-    bounds = arrival_times(np.random.default_rng(4), rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)
+    bounds = arrival_times(np.random.default_rng(4), rate=3.5, length_s=2.0, cv=cv)
     assert all((bounds >= 0) & (bounds < 2.0))
-
-
-def test_a_ramp_brings_a_quarter_of_its_requests_in_its_first_half():
-    times = arrival_times(np.random.default_rng(2), rate=0.0, rate_end=10.0, length_s=4_000.0, cv=1.0)
-    assert len(times) == pytest.approx(20_000, rel=0.03)
-    assert np.mean(times < 2_000.0) == pytest.approx(0.25, abs=0.02)
 
 
 def test_what_is_asked_has_the_shares_of_its_mix():
@@ -114,15 +101,10 @@ def test_edits_begin_as_the_file_that_they_edit():
         drawer.draw("chat", 10_000, 0)
 
 
-def test_events_and_kinds_fall_where_the_track_says():
-    shift = make_block("prompt-shift", CAPACITY)
-    half = shift.duration_s / 2
-    assert all((a.kind == "prose", a.temperature > 0) == (a.at_s >= half,) * 2 for a in shift.arrivals)
-    assert make_block("throttle", CAPACITY, duration_s=60).throttle_at_s == 30
-    assert make_block("mixed", CAPACITY).throttle_at_s is None
+def test_the_fourth_block_is_burstier_than_the_first():
     sparse, dense = (make_block("mixed", CAPACITY, number, duration_s=400).arrivals for number in (0, 3))
     spread = [np.diff([a.at_s for a in found]).std() * len(found) for found in (sparse, dense)]
-    assert spread[1] > 1.5 * spread[0], "the fourth block is burstier than the first"
+    assert spread[1] > 1.5 * spread[0]
 
 
 @pytest.mark.parametrize(("number", "at_once"), [(0, 16), (3, 2), (4, 1), (5, 16)])
@@ -138,28 +120,14 @@ def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
     assert all(make_block("mixed", 60.0, number, duration_s=2.0).arrivals for number in range(20))
 
 
-def test_a_spelled_out_track_has_its_segments():
-    recipe = scenario_of("for=30 load=0.2; for=90 load=0.2..0.8 cv=2 mix=mixed")
-    assert recipe.block_s == 120
-    first, second = recipe.segments
-    assert (first.share, first.load, first.load_end, first.cv) == (0.25, 0.2, 0.2, 1.0)
-    assert (second.share, second.load, second.load_end, second.cv, second.mix) == (0.75, 0.2, 0.8, 2.0, MIXED)
-
-
 @pytest.mark.parametrize(
     ("track", "changes", "words"),
     [
         ("rush-hour", {}, "'rush-hour'"),
-        ("for=10", {}, "for=10"),
-        ("for=10 load=0.5 speed=2", {}, "speed"),
-        ("for=-1 load=0.5", {}, "for=-1"),
-        ("for=10 load=fast", {}, "load=fast"),
-        ("for=10 load=0.5 mix=poems", {}, "mix is one of"),
         ("mixed", {"capacity_tokens_per_s": 0.0}, "capacity"),
         ("mixed", {"duration_s": float("nan")}, "duration"),
-        ("mixed", {"scale": 1e9}, "--scale"),
-        ("for=10 load=0", {}, "no request"),
-        ("closed", {"scale": 2.0}, "no load that --scale 2 could multiply"),
+        ("mixed", {"capacity_tokens_per_s": 1e12}, "--capacity"),
+        ("mixed", {"capacity_tokens_per_s": 1e-9}, "no request"),
     ],
 )
 def test_what_is_no_track_is_named(track, changes, words):

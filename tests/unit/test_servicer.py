@@ -4,112 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import re
-import threading
-import time
 import uuid
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
-from unittest import mock
 
 import pytest
 from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.records import Limits
-from speclen.transport.aio import prepare_aio
 from speclen.transport.keyring import Keyring
-from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.thread import EngineThread
-from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.reporting.card import WorkerCard
-from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.requests.request import (
-    DrainingError,
-    EngineFailedError,
     FinishReason,
-    GenerationRequest,
-    SamplingParams,
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.service.admission import Admission
-from speclen.worker.service.assembly import model_facts
-from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
-from speclen.worker.service.servicer import GenerationServicer, caller_of
-from tests.support import engines, tiny_models
-
-ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
-
-
-class Served:
-    """An engine that runs, its service on a free port, and a stub."""
-
-    def __init__(self, engine: Engine, async_engine: AsyncEngine, metrics: WorkerMetrics, port: int, stub: Any) -> None:
-        self.engine, self.async_engine, self.metrics, self.port, self.stub = engine, async_engine, metrics, port, stub
-
-    def num_slow_readers(self) -> float:
-        return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
-
-    async def fails(self, request: pb.GenerateRequest) -> tuple[str, str]:
-        """Code and details of a request that must fail."""
-        with pytest.raises(aio.AioRpcError) as raised:
-            await self.all(request)
-        return raised.value.code().name, raised.value.details() or ""
-
-    async def all(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        return [response async for response in self.stub.Generate(request, timeout=30)]
-
-
-@contextlib.asynccontextmanager
-async def served(
-    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
-) -> AsyncIterator[Served]:
-    pair = engines.make_pair()
-    engine = engines.make_engine(pair, max_batch_size=rows)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
-    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
-    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
-    facts = model_facts(pair, engine, card.context)
-    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, control, facts)
-    prepare_aio()
-    server = aio.server()
-    rpc.add_GenerationServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    thread = EngineThread()
-    thread.start()
-    thread.serve(engine.run)
-    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
-        engine.stop()
-        await server.stop(0.1)
-
-
-def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60.0))
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
-
-
-def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), **fields)
+from speclen.worker.service.servicer import caller_of
+from tests.support import engines
+from tests.support.served import ENDLESS, sampled, served, tokenized
+from tests.support.waiting import on_loop_until as until
 
 
 @pytest.mark.parametrize(
@@ -117,120 +34,52 @@ def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
     [
         (pb.GenerateRequest(), "input is missing"),
         (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id has 129 characters"),
-        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=0)), "top_p is 0"),
+        (sampled(top_p=0), "top_p is 0"),
         # Once something was made for each sequence before the number was looked at: one message ended the worker.
-        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=2**32 - 1)), "n is 4294967295"),
+        (sampled(n=2**32 - 1), "n is 4294967295"),
         (tokenized(1, 999), "prompt token 999 is unknown"),
         (tokenized(*[1] * 256), "prompt has 256 tokens"),
-        (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),
-        (
-            tokenized(1, sampling_params=pb.SamplingParams(n=64, logprobs=20, max_tokens=2**32 - 1)),
-            "326400 entries, at most 250000",
-        ),
+        (pb.GenerateRequest(text="x" * 1_000_000), "text begins with 4096 tokens"),
+        (sampled(n=64, logprobs=20, max_tokens=2**32 - 1), "326400 entries, at most 250000"),
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
+        # Copied first, a message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences.
+        (sampled(n=64, stop_token_ids=[1] * 2_000_000), "stop_token_ids has 2000000 entries, at most 1024 are allowed"),
+        (sampled(stop=[""] * 1_000_000), "stop has 1000000 entries, at most 16"),
+        (sampled(logit_bias=dict.fromkeys(range(1025), 0.0)), "logit_bias has 1025 entries, at most 1024"),
     ],
 )
-def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str) -> None:
-    async def test() -> None:
-        async with served() as at:
-            code, said = await at.fails(request_)
-            assert code == "INVALID_ARGUMENT"
-            assert re.search(details, said), said
-            assert at.async_engine.num_open == 0
-
-    run(test)
+async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str) -> None:
+    async with served() as at:
+        code, said = await at.fails(request_)
+        assert code == "INVALID_ARGUMENT"
+        assert re.search(details, said), said
+        assert at.async_engine.num_open == 0
 
 
-def test_an_answer_says_how_long_the_request_waited() -> None:
-    async def test() -> None:
-        async with served() as at:
-            call = at.stub.Generate(tokenized(1, 2, sampling_params=pb.SamplingParams(max_tokens=4)))
-            responses = [response async for response in call]
-            assert responses[-1].complete.usage.completion_tokens == 4
-            trailing = await call.trailing_metadata()
-            assert 0.0 <= float(trailing["speclen-queue-s"]) < 5.0
-            assert "speclen_request_queue_time_seconds_count 1.0" in generate_latest(at.metrics.registry).decode()
-
-    run(test)
+async def test_an_answer_says_how_long_the_request_waited() -> None:
+    async with served() as at:
+        call = at.stub.Generate(tokenized(1, 2, sampling_params=pb.SamplingParams(max_tokens=4)))
+        responses = [response async for response in call]
+        assert responses[-1].complete.usage.completion_tokens == 4
+        trailing = await call.trailing_metadata()
+        assert 0.0 <= float(trailing["speclen-queue-s"]) < 5.0
+        assert "speclen_request_queue_time_seconds_count 1.0" in generate_latest(at.metrics.registry).decode()
 
 
-def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> None:
-    async def test() -> None:
-        async with served(max_waiting=3, rows=2) as at:
-            tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(5)]
-            await until(lambda: at.async_engine.num_open == 5)
-            await until(lambda: at.engine.load().num_running == 2)
-            info = await at.stub.GetServerInfo(pb.GetServerInfoRequest())
-            assert info.num_requests_waiting == 3
-            code, said = await at.fails(tokenized(1, 2))
-            assert (code, "waiting already, and --max-waiting lets no more: try again later" in said) == (
-                "RESOURCE_EXHAUSTED",
-                True,
-            )
-            for responses in await asyncio.gather(*tasks):
-                assert responses[-1].complete.usage.completion_tokens == 200
-            assert at.async_engine.num_open == 0
-
-    run(test)
-
-
-def test_draining_refuses_what_comes_and_finishes_what_waits() -> None:
-    async def test() -> None:
-        async with served(rows=1) as at:
-            tasks = [asyncio.create_task(at.all(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
-            await until(lambda: at.async_engine.num_open == 4)
-            at.async_engine.drain()
-            assert (await at.fails(tokenized(1)))[0] == "UNAVAILABLE"
-            for responses in await asyncio.gather(*tasks):
-                assert responses[-1].complete.usage.completion_tokens == 200
-
-    run(test)
-
-
-def test_a_failed_engine_ends_what_runs_and_what_waits() -> None:
-    async def test() -> None:
-        async with served(rows=1) as at:
-            at.engine.step = lambda: time.sleep(0.01)  # type: ignore[assignment, method-assign, func-returns-value]
-            tasks = [asyncio.create_task(at.fails(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
-            await until(lambda: at.async_engine.num_open == 4)
-            at.async_engine.fail(EngineFailedError("the engine has failed"))
-            assert await asyncio.gather(*tasks) == [("UNAVAILABLE", "the engine has failed")] * 4
-            assert await at.fails(tokenized(1)) == ("UNAVAILABLE", "the engine has failed")
-
-    run(test)
-
-
-def test_a_client_that_reads_nothing_loses_its_row() -> None:
+async def test_a_client_that_reads_nothing_loses_its_row() -> None:
     """Its window of 64 kB is full after some hundred tokens with 20 log probabilities each."""
 
-    async def test() -> None:
-        async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
-            sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=16)
-            call = stub.Generate(tokenized(1, sampling_params=sampling, stream=True))
-            await until(lambda: at.num_slow_readers() == 1)
-            await until(lambda: at.engine.load().num_running == 0)
-            assert (await at.all(tokenized(1)))[-1].HasField("complete")
-            with pytest.raises(aio.AioRpcError) as raised:
-                [response async for response in call]
-            assert raised.value.code().name == "ABORTED"
-            assert "nothing was read for 0.3 s" in (raised.value.details() or "")
-            await until(lambda: at.async_engine.num_open == 0)
-
-    run(test)
-
-
-def test_a_client_that_reads_slowly_gets_everything() -> None:
-    async def test() -> None:
-        async with served(unread_timeout_s=1.0) as at, narrow_channel(at.port) as stub:
-            sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=4)
-            num_tokens = 0
-            async for response in stub.Generate(tokenized(1, sampling_params=sampling, stream=True)):
-                num_tokens += len(response.chunk.token_ids)
-                await asyncio.sleep(0.002)
-            assert num_tokens == 4 * 250
-            assert at.num_slow_readers() == 0
-
-    run(test)
+    async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
+        sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=16)
+        call = stub.Generate(tokenized(1, sampling_params=sampling, stream=True))
+        await until(lambda: at.num_slow_readers() == 1)
+        await until(lambda: at.engine.load().num_running == 0)
+        assert (await at.all(tokenized(1)))[-1].HasField("complete")
+        with pytest.raises(aio.AioRpcError) as raised:
+            [response async for response in call]
+        assert raised.value.code().name == "ABORTED"
+        assert "nothing was read for 0.3 s" in (raised.value.details() or "")
+        await until(lambda: at.async_engine.num_open == 0)
 
 
 @contextlib.asynccontextmanager
@@ -241,137 +90,49 @@ async def narrow_channel(port: int) -> AsyncIterator[Any]:
         yield rpc.GenerationServiceStub(channel)
 
 
-def test_too_many_tokens_that_wait_are_told() -> None:
-    stream, told = OutputStream(), []
-    stream.on_overflow = lambda: told.append(stream.num_tokens)
-    for _ in range(MAX_WAITING_TOKENS // 64):
-        stream.put(SequenceOutput("r", 0, (1,) * 64, ""))
-    assert not told
-    stream.put(SequenceOutput("r", 0, (1,), ""))
-    assert told == [MAX_WAITING_TOKENS + 1]
-
-
-def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
+async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
     """Its request ends already when more comes for it, and with that the other's last tokens, in one delivery."""
 
-    async def test() -> None:
-        async with served() as at:
-            relay, slow, other = OutputRelay(asyncio.get_running_loop(), 60.0), OutputStream(), OutputStream()
+    async with served() as at:
+        relay, slow, other = OutputRelay(asyncio.get_running_loop(), 60.0), OutputStream(), OutputStream()
 
-            async def write() -> None:
-                async with at.async_engine.reading(slow):
-                    await asyncio.sleep(60)
+        async def write() -> None:
+            async with at.async_engine.reading(slow):
+                await asyncio.sleep(60)
 
-            writing = asyncio.create_task(write())
-            await asyncio.sleep(0.01)
-            slow.put(SequenceOutput("slow", 0, (1,) * (MAX_WAITING_TOKENS + 1), ""))
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0.01)
+        slow.put(SequenceOutput("slow", 0, (1,) * (MAX_WAITING_TOKENS + 1), ""))
 
-            def deliver() -> None:  # between the timeout and the end of the write
-                relay._gathered += [(slow, SequenceOutput("slow", 0, (1,), "", finish_reason=FinishReason.LENGTH))]
-                relay._gathered += [(other, SequenceOutput("other", 0, (1,), "", finish_reason=FinishReason.LENGTH))]
-                relay._deliver()
-
-            asyncio.get_running_loop().call_soon(deliver)
-            assert len(await asyncio.wait_for(other.next(), 5)) == 1
-            with pytest.raises(SlowReaderError):
-                await writing
-
-    run(test)
+        for stream, name in ((slow, "slow"), (other, "other")):  # between the timeout and the end of the write
+            relay.put(stream, SequenceOutput(name, 0, (1,), "", finish_reason=FinishReason.LENGTH))
+        assert len(await asyncio.wait_for(other.next(), 5)) == 1
+        with pytest.raises(SlowReaderError):
+            await writing
 
 
-def test_what_is_refused_while_draining_is_not_held_on_to() -> None:
-    class Body:
-        """A call with a reference to an object."""
-
-    async def test() -> None:
-        async with served() as at:
-            at.async_engine.drain()
-            bodies = weakref.WeakSet[Body]()
-
-            async def call() -> None:
-                body = Body()
-                bodies.add(body)
-                with contextlib.suppress(DrainingError):
-                    async with at.async_engine.open("r"):
-                        pass
-
-            for _ in range(50):
-                await call()
-            gc.collect()
-            assert not bodies
-
-    run(test)
-
-
-def test_abort_ends_what_runs_and_what_waits() -> None:
-    async def test() -> None:
-        async with served(rows=1) as at:
-            names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
-            tasks = []
-            for number, name in enumerate(names):
-                tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=ENDLESS))))
-                await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
-            await until(lambda: at.async_engine.admission.num_waiting == 2)
-            wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
-            assert (await at.stub.Abort(wanted)).num_aborted == 2
-            answers = [(await task)[-1].complete for task in tasks]
-            aborted, whole = pb.FINISH_REASON_ABORT, pb.FINISH_REASON_LENGTH
-            assert [answer.finish_reason for answer in answers] == [aborted, whole, aborted, whole]
-            assert answers[2].usage.prompt_tokens == 2
-            page = generate_latest(at.metrics.registry).decode()
-            assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
-            assert at.async_engine.num_open == 0
-
-    run(test)
-
-
-def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
+async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
     """Over HTTP a request's name is not that of the call it came by. Once the second one was forgotten, for ever."""
 
-    async def test() -> None:
-        async with served(rows=1) as at:
-            engine = at.async_engine
-            tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(2)]
-            await until(
-                lambda: engine.num_open == 2 and at.engine.load().num_running + at.engine.load().num_waiting == 2
-            )
-            twice = engines.request("cmpl-0", [1, 2], max_tokens=4)
+    async with served(rows=1) as at:
+        engine = at.async_engine
+        tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(2)]
+        await until(lambda: engine.num_open == 2 and at.engine.load().num_running + at.engine.load().num_waiting == 2)
+        twice = engines.request("cmpl-0", [1, 2], max_tokens=4)
 
-            async def run_one() -> int:
-                async with (
-                    engine.open(uuid.uuid4().hex) as stream,
-                    engine.running([twice], stream, "c", 0.0) as outputs,
-                ):
-                    return sum([len(output.token_ids) async for group in outputs for output in group])
+        async def run_one() -> int:
+            async with (
+                engine.open(uuid.uuid4().hex) as stream,
+                engine.running([twice], stream, "c", 0.0) as outputs,
+            ):
+                return sum([len(output.token_ids) async for group in outputs for output in group])
 
-            first = asyncio.create_task(run_one())
-            await until(lambda: engine.admission.num_waiting == 1)
-            with pytest.raises(ValueError, match="'cmpl-0' is already running: choose another"):
-                await run_one()
-            assert await first == 4
-            await asyncio.gather(*tasks)
-
-    run(test)
-
-
-def test_abort_ends_what_is_still_made_of_its_text() -> None:
-    async def test() -> None:
-        async with served() as at:
-            go_on, encoder = threading.Event(), at.async_engine.admission.encoder
-            encoder.aside._thread.submit(go_on.wait)  # another's text is in hand
-            long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
-            with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
-                task = asyncio.create_task(at.all(long))
-                await until(lambda: at.async_engine.num_open == 1)
-                wanted = pb.AbortRequest(request_ids=["long"])
-                assert (await at.stub.Abort(wanted)).num_aborted == 1
-                go_on.set()
-                answers = await task
-            assert answers[-1].complete.finish_reason == pb.FINISH_REASON_ABORT
-            assert at.engine.load().num_generated_tokens == 0
-            assert (await at.stub.Abort(wanted)).num_aborted == 0
-
-    run(test)
+        first = asyncio.create_task(run_one())
+        await until(lambda: engine.admission.num_waiting == 1)
+        with pytest.raises(ValueError, match="'cmpl-0' is already running: choose another"):
+            await run_one()
+        assert await first == 4
+        await asyncio.gather(*tasks)
 
 
 class FakeContext:
@@ -388,200 +149,63 @@ class FakeContext:
         return self._names
 
 
+HERE, KEYS = "ipv4:10.0.0.1:5000", Keyring(["a" * 20, "b" * 20])
+
+
 @pytest.mark.parametrize(
-    ("context", "caller"),
+    ("context", "keyring", "caller"),
     [
-        (FakeContext("ipv4:10.0.0.1:5000"), "ipv4:10.0.0.1"),
-        (FakeContext("ipv6:%5B::1%5D:5000"), "ipv6:%5B::1%5D"),
-        (FakeContext("unix:/tmp/socket"), "unix:/tmp/socket"),
-        (FakeContext("ipv4:10.0.0.1:5000", [b"alice"]), "alice"),
+        (FakeContext(HERE), None, "ipv4:10.0.0.1"),
+        (FakeContext("ipv6:%5B::1%5D:5000"), None, "ipv6:%5B::1%5D"),
+        (FakeContext("unix:/tmp/socket"), None, "unix:/tmp/socket"),
+        (FakeContext(HERE, [b"alice"]), None, "alice"),
+        (FakeContext(HERE, [b"alice"], "a" * 20), KEYS, "alice"),
+        (FakeContext(HERE, token="a" * 20), Keyring(["a" * 20]), "ipv4:10.0.0.1"),  # which everybody has
     ],
 )
-def test_callers_are_told_apart(context: Any, caller: str) -> None:
-    assert caller_of(context) == caller
+def test_callers_are_told_apart(context: Any, keyring: Keyring | None, caller: str) -> None:
+    assert caller_of(context, keyring) == caller
 
 
-def test_holders_of_tokens_are_told_apart() -> None:
-    here = "ipv4:10.0.0.1:5000"
-    keyring = Keyring(["a" * 20, "b" * 20])
-    first, second = (caller_of(FakeContext(here, token=letter * 20), keyring) for letter in "ab")  # type: ignore[arg-type]
-    elsewhere = caller_of(FakeContext("ipv4:10.0.0.2:6000", token="a" * 20), keyring)  # type: ignore[arg-type]
+def test_holders_of_tokens_are_told_apart_wherever_they_are() -> None:
+    first, second, elsewhere = (
+        caller_of(FakeContext(peer, token=letter * 20), KEYS)  # type: ignore[arg-type]
+        for peer, letter in ((HERE, "a"), (HERE, "b"), ("ipv4:10.0.0.2:6000", "a"))
+    )
     assert first == elsewhere != second
-    assert caller_of(FakeContext(here, [b"alice"], "a" * 20), keyring) == "alice"  # type: ignore[arg-type]
-    assert caller_of(FakeContext(here, token="a" * 20), Keyring(["a" * 20])) == "ipv4:10.0.0.1"  # type: ignore[arg-type]
 
 
-def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(
+async def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It used to end with status OK and the finish reason of a request that somebody aborted."""
 
-    async def scenario() -> None:
-        async with served() as service:
-            with monkeypatch.context() as broken:
-                broken.setattr(service.engine.runner, "launch", lambda plan: 1 / 0)
-                code, details = await service.fails(pb.GenerateRequest(text="a b", sampling_params=ENDLESS))
-            assert code == "INTERNAL"
-            assert details == "ZeroDivisionError: division by zero: the request has ended, try it again"
-            answered = await service.all(
-                pb.GenerateRequest(text="a b", sampling_params=pb.SamplingParams(max_tokens=3))
-            )
-            assert answered[-1].complete.finish_reason == pb.FINISH_REASON_LENGTH
-
-    asyncio.run(scenario())
+    async with served() as service:
+        with monkeypatch.context() as broken:
+            broken.setattr(service.engine.runner, "launch", lambda plan: 1 / 0)
+            code, details = await service.fails(pb.GenerateRequest(text="a b", sampling_params=ENDLESS))
+        assert code == "INTERNAL"
+        assert details == "ZeroDivisionError: division by zero: the request has ended, try it again"
+        answered = await service.all(pb.GenerateRequest(text="a b", sampling_params=pb.SamplingParams(max_tokens=3)))
+        assert answered[-1].complete.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-MILLIONS = [1] * 2_000_000
-
-
-@pytest.mark.parametrize(
-    ("sampling", "details"),
-    [
-        (pb.SamplingParams(n=64, stop_token_ids=MILLIONS), "stop_token_ids has 2000000 entries, at most 1024"),
-        (pb.SamplingParams(stop=[""] * 1_000_000), "stop has 1000000 entries, at most 16"),
-        (pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 0.0)), "logit_bias has 1025 entries, at most 1024"),
-    ],
-)
-def test_a_list_that_is_too_long_is_refused_before_it_is_copied(sampling: pb.SamplingParams, details: str) -> None:
-    """A message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences."""
-
-    async def test() -> None:
-        async with served() as at:
-            code, said = await at.fails(tokenized(1, sampling_params=sampling))
-            assert (code, said.partition(" are allowed")[0]) == ("INVALID_ARGUMENT", details)
-
-    run(test)
-
-
-def test_an_abort_of_too_many_is_refused() -> None:
-    async def test() -> None:
-        async with served() as at:
-            assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0
-            with pytest.raises(aio.AioRpcError) as raised:
-                await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1025))
-            said = "request_ids has 1025 entries, at most 1024 are allowed"
-            assert (raised.value.code().name, raised.value.details()) == ("INVALID_ARGUMENT", said)
-
-    run(test)
-
-
-@contextlib.contextmanager
-def held(engine: Engine) -> Iterator[threading.Event]:
-    """The engine's running step lasts until the value is set, or the block ends."""
-    go_on, launch = threading.Event(), engine.runner.launch
-
-    def wait_and_launch(plan: Any) -> Any:
-        assert go_on.wait(30)
-        return launch(plan)
-
-    with mock.patch.object(engine.runner, "launch", wait_and_launch):
-        try:
-            yield go_on
-        finally:
-            go_on.set()
-
-
-def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:
-    """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
-
-    async def test() -> None:
-        async with served(rows=1) as at:
-            request = tokenized(1, request_id="mine", sampling_params=pb.SamplingParams(max_tokens=3))
-            with held(at.engine) as go_on:
-                with pytest.raises(aio.AioRpcError) as raised:
-                    [response async for response in at.stub.Generate(request, timeout=0.3)]
-                assert raised.value.code().name == "DEADLINE_EXCEEDED"
-                again = asyncio.create_task(at.all(request))
-                await asyncio.sleep(0.2)
-                assert not again.done()
-                assert at.engine.load().num_running == 1
-                go_on.set()
-                assert (await again)[-1].complete.usage.completion_tokens == 3
-
-    run(test)
-
-
-def test_requests_that_were_given_up_take_no_place_in_the_queue_of_others() -> None:
-    """They gave up their turn before the engine let go of them, and whoever came then found its inbox full."""
-
-    async def test() -> None:
-        async with served(rows=2, max_waiting=4) as at:
-            with held(at.engine) as go_on:
-                for _ in range(12):
-                    call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS))
-                    await until(lambda: at.async_engine.num_open > 0)
-                    await asyncio.sleep(0.02)
-                    call.cancel()
-                honest = asyncio.create_task(at.all(tokenized(1, sampling_params=pb.SamplingParams(max_tokens=3))))
-                await asyncio.sleep(0.1)
-                assert not honest.done()
-                go_on.set()
-                assert (await honest)[-1].complete.usage.completion_tokens == 3
-            await until(lambda: at.async_engine.num_open == 0)
-
-    run(test)
-
-
-@pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
-def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
-    async def test() -> None:
-        async with served(rows=1) as at:
-
-            async def ask() -> None:
-                async with at.async_engine.open("r") as stream:
-                    request = GenerationRequest("r", (1,), SamplingParams(max_tokens=100, ignore_eos=True))
-                    async with at.async_engine.running([request], stream, "me", time.monotonic()) as outputs:
-                        async for _ in outputs:
-                            pass
-
-            with held(at.engine):
-                asking = asyncio.create_task(ask())
-                await until(lambda: at.engine.load().num_running == 1)
-                asking.cancel()
-                assert not (await asyncio.wait([asking], timeout=0.1))[0]
-                if end == "stop":
-                    at.async_engine.stop()
-                elif end == "fail":
-                    at.async_engine.fail(EngineFailedError("gone"))
-                else:
-                    asking.cancel()
-                assert (await asyncio.wait([asking], timeout=5))[0]
-
-    run(test)
-
-
-def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """gRPC told it as UNKNOWN, with its text."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("secret")
 
-    async def test() -> None:
-        async with served() as at:
-            with monkeypatch.context() as broken, capture_logs() as logs:
-                broken.setattr("speclen.worker.service.servicer.SequenceMessages", fail)
-                said = await at.fails(tokenized(1))
-            assert said == ("INTERNAL", "the worker failed to answer; its log says why")
-            (told,) = [line for line in logs if line["log_level"] == "error"]
-            assert told["exc_info"]
-            page = generate_latest(at.metrics.registry).decode()
-            assert 'speclen_request_refused_total{reason="internal"} 1.0' in page
-            await until(lambda: at.async_engine.num_open == 0)
-            assert (await at.all(tokenized(1)))[-1].HasField("complete")
-
-    run(test)
-
-
-def test_a_client_that_is_gone_is_no_fault_of_ours() -> None:
-    async def test() -> None:
-        async with served() as at:
-            with capture_logs() as logs:
-                for number in range(20):
-                    call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS, stream=True))
-                    await call.read()
-                    await asyncio.sleep(0.001 * number)
-                    call.cancel()
-                await until(lambda: at.async_engine.num_open == 0)
-            assert not [line for line in logs if line["log_level"] == "error"]
-
-    run(test)
+    async with served() as at:
+        with monkeypatch.context() as broken, capture_logs() as logs:
+            broken.setattr("speclen.worker.service.servicer.SequenceMessages", fail)
+            said = await at.fails(tokenized(1))
+        assert said == ("INTERNAL", "the worker failed to answer; its log says why")
+        (told,) = [line for line in logs if line["log_level"] == "error"]
+        assert told["exc_info"]
+        page = generate_latest(at.metrics.registry).decode()
+        assert 'speclen_request_refused_total{reason="internal"} 1.0' in page
+        await until(lambda: at.async_engine.num_open == 0)
+        assert (await at.all(tokenized(1)))[-1].HasField("complete")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from speclen.records import PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.engine.engine import Engine
+from speclen.worker.backends.passes import PassPart
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
-from tests.support import tiny_models
-from tests.support.engines import Arms, generate, make_engine, make_pair, request
+from tests.support import engines, tiny_models
+from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -43,39 +48,6 @@ def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_th
     assert chooser.records[0].draft_prefill_s > 0.0
 
 
-def test_a_draft_that_is_behind_in_a_prompt_catches_up_with_its_next_part() -> None:
-    """Not in a later step, in which everybody would wait for all of the prompt."""
-    chooser = Arms(Arm(0))
-    engine = make_engine(chooser=chooser, max_batch_size=2, prefill_chunk=8)
-    engine.submit(request("a", PROMPT, max_tokens=40, ignore_eos=True), lambda output: None)
-    engine.step()
-    engine.submit(request("b", PROMPT * 20, max_tokens=4, ignore_eos=True), lambda output: None)
-    for _ in range(3):
-        engine.step()
-    (long,) = engine.scheduler.rows[1:]
-    assert (long.draft_length, long.target_length) == (0, 24)
-    chooser.arms = [Arm(3)]
-    engine.step()
-    assert long.draft_length == long.target_length == 32
-
-
-def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:
-    """Time that was counted for a plan that failed and was run in parts is told with one of them."""
-    chooser = Arms(Arm(2))
-    engine: Engine = make_engine(make_pair(), chooser, max_batch_size=2)
-    real, calls = engine.runner.target.forward, []
-
-    def once(parts):  # type: ignore[no-untyped-def]
-        calls.append(len(parts))
-        if len(calls) == 1:
-            raise RuntimeError("once")
-        return real(parts)
-
-    engine.runner.target.forward = once  # type: ignore[method-assign]
-    generate(engine, *(request(str(at), PROMPT, max_tokens=8, ignore_eos=True) for at in range(2)))
-    assert sum(record.draft_prefill_s for record in chooser.records) > 0.0
-
-
 def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
     """First tokens are told before the draft gets their prompts, and requests that end with them cost it nothing."""
     engine, told = make_engine(chooser=Arms(Arm(2)), max_batch_size=2), list[str]()
@@ -97,25 +69,6 @@ def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
     while not engine.scheduler.is_idle or "alone" not in told:
         engine.step()
     assert told.count("draft") <= 3  # drafts of `long`, and none for `alone`
-
-
-def test_a_draft_that_fails_on_prompts_costs_nobody_a_token() -> None:
-    chooser = Arms(Arm(2))
-    engine = make_engine(chooser=chooser, max_batch_size=2)
-    real, calls = engine.draft.forward, []
-
-    def once(parts):  # type: ignore[no-untyped-def]
-        calls.append(len(parts))
-        if len(calls) == 1:
-            raise RuntimeError("once")
-        return real(parts)
-
-    engine.draft.forward = once  # type: ignore[method-assign]
-    wanted = generate(make_engine(max_batch_size=2), request("a", PROMPT, max_tokens=8, ignore_eos=True))
-    found = generate(engine, request("a", PROMPT, max_tokens=8, ignore_eos=True))
-    assert found.ids("a") == wanted.ids("a")
-    assert calls[0] == 1
-    assert StepFlag.CATCH_UP in chooser.records[0].flags  # the draft is fed the prompt when it is asked
 
 
 LOOP = [5, 6, 7, 8] * 5
@@ -183,21 +136,6 @@ def test_the_class_follows_from_the_sampling(sampling: dict[str, float], expecte
     assert SamplingParams(**sampling).request_class == expected
 
 
-def test_histograms_by_class_add_up() -> None:
-    chooser = Arms(Arm(3))
-    settings = [{}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "seed": 2}]
-    engine = make_engine(chooser=chooser)
-    generate(engine, *(request(str(at), PROMPT, **LONG, **each) for at, each in enumerate(settings)))
-    record = chooser.records[0]
-    assert [kind for kind, _ in record.class_histograms] == [RequestClass.GREEDY, RequestClass.HIGH_TEMPERATURE]
-    assert (
-        tuple(map(sum, zip(*(runs for _, runs in record.class_histograms), strict=True))) == record.accepted_histogram
-    )
-    chooser.records.clear()
-    generate(engine, request("greedy", PROMPT, **LONG))
-    assert not any(record.class_histograms for record in chooser.records)
-
-
 def num_new(chooser: Arms) -> list[int]:
     return [record.num_new_sequences for record in chooser.records]
 
@@ -213,16 +151,6 @@ def test_sequences_that_wait_behind_a_step_are_counted() -> None:
     assert num_new(chooser)[:5] == [0, 1, 0, 1, 0]
     generate(engine)
     assert sum(num_new(chooser)) == 3
-
-
-def test_sequences_that_wait_for_nobody_are_not() -> None:
-    """Those of an idle worker, and those that share a prompt that was fed: their first token comes before the step."""
-    chooser = Arms(PLAIN)
-    engine = make_engine(chooser=chooser, max_batch_size=3)
-    generate(engine, *(request(name, PROMPT, max_tokens=3, ignore_eos=True) for name in "ab"))
-    many = request("many", PROMPT[::-1], max_tokens=20, ignore_eos=True, n=3)
-    generate(engine, request("other", PROMPT, max_tokens=3, ignore_eos=True), many)
-    assert not any(num_new(chooser))
 
 
 def test_a_record_becomes_a_report_field_by_field() -> None:
@@ -245,3 +173,49 @@ def test_a_record_becomes_a_report_field_by_field() -> None:
         assert evaluation.request_class - 1 == record.evaluations[0].request_class
         assert tuple(evaluation.num_steps) == record.evaluations[0].num_steps
         assert tuple(evaluation.num_verified_tokens) == record.evaluations[0].num_verified_tokens
+
+
+FAILED_S = 0.5
+
+
+def test_the_time_of_a_failed_try_is_not_reported() -> None:
+    collected = Collected()
+    engine = make_engine(chooser=2)
+    engine.submit(request("running", [1, 2, 3], max_tokens=30, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    honest, failed = engine.target.forward, []
+
+    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        if len(parts) > 1 and not failed:
+            failed.append(len(parts))
+            time.sleep(FAILED_S)
+            raise MemoryError
+        return honest(parts)
+
+    engine.target.forward = failing  # type: ignore[method-assign]
+    engine.submit(request("new", [3, 2, 1], max_tokens=3, ignore_eos=True), collected)
+    result = engine.step()
+    assert failed == [2]
+    assert result is not None
+    assert 0.0 < result.latency_s < FAILED_S
+    finish(engine)
+    assert len(collected.ids("running")) == 30
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
+    script = Arms(PLAIN)
+    engine = make_engine(chooser=script, prefill_chunk=16)
+    collected = Collected()
+    engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
+    for _ in range(5):
+        engine.step()
+    before = len(collected.ids("short"))
+    engine.submit(request("long", engines.random_prompt(random.Random(0), 1) * 200, max_tokens=5), collected)
+    for _ in range(200 // 16):
+        engine.step()
+    assert len(collected.ids("short")) == before + 200 // 16
+    assert not collected.outputs["long", 0]
+    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
+    finish(engine)
+    assert len(collected.ids("long")) <= 5

@@ -42,14 +42,6 @@ def test_replaced_contexts_forget_estimates_that_still_wait_but_not_newer_ones()
     assert batch.as_commit().replaced_contexts == (1,)
 
 
-def test_a_failed_batch_takes_up_what_came_meanwhile():
-    first = absorb_all(moment([1, 2]), moment([3]))
-    first.absorb_batch(absorb_all(moment([4]), moment([5])))
-    assert [row.seq for row in first.reports] == [1, 2, 3, 4, 5]
-    assert first.num_commits == 4
-    assert first.as_commit().workers[0].applied_seq == 5
-
-
 def test_reports_beyond_the_bound_are_given_up_oldest_first_and_counted():
     batch = absorb_all(moment([1, 2, 3]), moment([4, 5, 6]), max_reports=4)
     newer = absorb_all(moment([7, 8, 9, 10, 11]), max_reports=4)

@@ -16,7 +16,7 @@ import pytest
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import Failpoints
-from speclen.store.files import StoreGoneError, is_locked, lock_path
+from speclen.store.files import StoreGoneError, lock_path
 from speclen.store.records import Commit, StateRow
 from speclen.store.retention import Retention
 from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
@@ -27,45 +27,6 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
-
-
-def two_names(tmp_path: Path, kind: str) -> tuple[Path, Path]:
-    first, second = tmp_path / "a.db", tmp_path / "elsewhere" / "b.db"
-    second.parent.mkdir()
-    Store.open(first).close()
-    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
-    return first, second
-
-
-@pytest.mark.parametrize("kind", ["symlink", "hard link"])
-def test_another_name_of_the_file_does_not_let_a_second_writer_in(tmp_path, kind):
-    first = tmp_path / "a.db"
-    store = Store.open(first)
-    second = tmp_path / "elsewhere" / "b.db"
-    second.parent.mkdir()
-    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
-    try:
-        with pytest.raises(StoreError, match=r"is in use by another controller .*--db"):
-            Store.open(second)
-        assert is_locked(second)
-        assert store_now(store, moment([1])) is None
-    finally:
-        store.close()
-
-
-def test_a_file_with_two_names_is_refused_since_its_wal_lies_beside_one(tmp_path):
-    _, second = two_names(tmp_path, "hard link")
-    with pytest.raises(StoreError, match="2 names"):
-        Store.open(second)
-
-
-def test_a_symbolic_link_leads_to_the_file_and_its_wal(tmp_path):
-    first, second = two_names(tmp_path, "symlink")
-    store = Store.open(second)
-    assert store_now(store, moment([1])) is None
-    assert (first.parent / "a.db-wal").exists()
-    store.close()
-    assert rows(first, "SELECT count(*) FROM step_reports") == [(1,)]
 
 
 @pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
@@ -115,15 +76,6 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, 
     store.close()
 
 
-def test_a_deleted_file_is_noticed_without_a_commit(tmp_path):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    assert store.health().alive
-    path.unlink()
-    wait_until(lambda: not store.health().alive)
-    store.close()
-
-
 def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
     path = tmp_path / "s.db"
     store = Store.open(path)
@@ -152,20 +104,6 @@ def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_aga
     with pytest.raises(CorruptStoreError):
         store.submit(moment([3]), lambda error: None)
     store.close()
-
-
-def test_closing_with_a_full_disk_tries_again_with_pauses(tmp_path, monkeypatch):
-    tries = []
-
-    def full(*arguments):
-        tries.append(time.monotonic())
-        raise sqlite3.OperationalError("database or disk is full")
-
-    store = Store.open(tmp_path / "s.db")
-    monkeypatch.setattr("speclen.store.database.write", full)
-    store.submit(moment([1]), lambda error: None)
-    store.close(1.0)
-    assert 2 <= len(tries) <= 15
 
 
 def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
@@ -355,17 +293,6 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
     store.close()
-
-
-def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch):
-    """Every raw report of a fleet went, a few thousand with each commit, when the clock was wrong for a moment."""
-    store = Store.open(tmp_path / "s.db")
-    assert store_now(store, moment([1, 2, 3])) is None
-    monkeypatch.setattr(time, "time", lambda: 5e9)
-    assert store_now(store, moment([4])) is None
-    assert store_now(store, moment([5])) is None
-    store.close()
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
 
 
 def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):

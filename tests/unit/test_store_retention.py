@@ -106,16 +106,6 @@ def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
     assert rows(store.path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_the_file_stops_growing_once_the_limit_is_reached(tmp_path):
-    store = open_with(tmp_path / "s.db", max_report_rows=5_000)
-    pages = []
-    for first in range(1, 40_001, 2_500):
-        store_now(store, moment(range(first, first + 2_500)))
-        pages += rows(store.path, "PRAGMA page_count")[0]
-    store.close()
-    assert max(pages[4:]) <= 1.05 * pages[4], pages
-
-
 @pytest.mark.parametrize(
     "changes", [{"max_report_rows": 0}, {"max_days": 0.0}, {"max_days": float("nan")}, {"max_prediction_days": -1.0}]
 )

@@ -9,7 +9,7 @@ import pytest
 from speclen.records import Limits
 from speclen.store.database import Store
 from speclen.store.prediction_windows import sums_by_arm
-from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
+from speclen.store.records import Commit, StateRow
 from speclen.store.statements import BLOCKS
 from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
@@ -94,13 +94,6 @@ def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
     assert rows(store.path, "SELECT seq FROM step_reports ORDER BY report_id") == [(n,) for n in range(1, count + 1)]
 
 
-def test_bad_rows_anywhere_in_a_large_group_cost_only_themselves(store):
-    reports = [report(seq, latency_s=math.nan if seq % 97 == 0 else 0.01) for seq in range(1, 1001)]
-    store_now(store, moment([1000], reports=reports))
-    assert rows(store.path, "SELECT count(*) FROM step_reports") == [(990,)]
-    assert store.health().num_rows_refused == 10
-
-
 def test_an_arm_with_n_grams_has_a_row_of_its_own(store):
     both = [estimate(2), estimate(2, ngram=True, step_s=0.5)]
     assert store_now(store, Commit(contexts=[context()], arm_estimates=both)) is None
@@ -119,20 +112,6 @@ def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
     assert rows(store.path, "SELECT previous_arm, arm FROM decisions") == [(None, str(arm)), (str(arm), str(arm))]
 
 
-def test_rows_are_updated_by_their_key(store):
-    first = AcceptanceRow("t", "d", 1, 0.7, 99.0, 1.0)
-    second = AcceptanceRow("t", "d", 2, 0.5, 10.0, 1.0)
-    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(2)], acceptance=[first, second]))
-    newer = AcceptanceRow("t", "d", 2, 0.25, 20.0, 2.0)
-    store_now(
-        store,
-        Commit(contexts=[context(decision_version=5)], arm_estimates=[estimate(2, step_s=0.5)], acceptance=[newer]),
-    )
-    assert rows(store.path, "SELECT decision_version FROM contexts") == [(5,)]
-    assert rows(store.path, "SELECT step_s FROM arm_estimates") == [(0.5,)]
-    assert rows(store.path, "SELECT survival FROM acceptance ORDER BY position") == [(0.7,), (0.25,)]
-
-
 def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store):
     """Pairs of models commit apart, and a worker that comes back with another draft is in two of them."""
     assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)], scope="b")) is None
@@ -148,16 +127,6 @@ def test_estimates_of_other_ranges_vanish_when_the_ranges_changed(store):
     )
     store_now(store, Commit(replaced_contexts=[1], arm_estimates=[estimate(2, batch_min=2, batch_max=4)]))
     assert rows(store.path, "SELECT context_id, batch_min FROM arm_estimates") == [(1, 2), (2, 3)]
-
-
-def test_a_profile_is_stored_with_its_cells(store):
-    cells = (ProfileCellRow(1, 0, 0.01, 0.001, 5, 64.0), ProfileCellRow(1, 4, 0.02, 0.001, 5, 64.0))
-    profile = ProfileRow(1, 1, "file", True, (0.75, 0.5), (100, 75), 0, 1.0, cells)
-    store_now(store, Commit(contexts=[context()], profiles=[profile]))
-    assert rows(store.path, "SELECT survival, num_survival_rows, as_prior FROM profiles") == [
-        ("[0.75, 0.5]", "[100, 75]", 1)
-    ]
-    assert rows(store.path, "SELECT speculation_length, step_s FROM profile_cells") == [(0, 0.01), (4, 0.02)]
 
 
 def test_two_workers_cannot_share_a_name(store):

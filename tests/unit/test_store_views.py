@@ -23,12 +23,6 @@ from tests.support.store_rows import (
     worker,
 )
 
-LEARNED_TABLE_COLUMNS = [
-    *("context", "batch_bucket", "batch_min", "batch_max", "arm", "speculation_length", "ngram", "expected_tokens"),
-    *("step_ms", "ms_per_token", "tokens_per_s", "ms_per_token_low", "ms_per_token_high", "speedup", "num_steps"),
-    *("source", "is_best", "updated_at", "observed_step_ms", "context_id"),
-]
-
 
 @pytest.fixture
 def store(tmp_path):
@@ -43,11 +37,6 @@ def view(store: Store, name: str) -> list[dict]:
         return view_rows(connection, name)
     finally:
         connection.close()
-
-
-def test_learned_table_has_exactly_the_columns_of_the_contract(store):
-    names = [row[0] for row in rows(store.path, "SELECT name FROM pragma_table_info('learned_table')")]
-    assert names == LEARNED_TABLE_COLUMNS
 
 
 def test_learned_table_by_hand(store):
@@ -126,19 +115,6 @@ def test_prediction_error_compares_reports_with_the_estimates_that_came_before_t
     assert row["predicted_ms_per_token"] == pytest.approx(10.0)
     assert row["observed_ms_per_token"] == pytest.approx(32.0 / 3.5)
     assert row["error_percent"] == pytest.approx(100 * (10.0 / (32.0 / 3.5) - 1))
-
-
-def test_prediction_error_adds_up_over_commits_and_arms_of_a_minute(store):
-    store_now(
-        store, Commit(contexts=[context()], workers=[worker()], arm_estimates=[estimate(2), estimate(1, step_s=0.032)])
-    )
-    for seq, arm in [(1, (2, False)), (2, (1, False)), (3, (2, False)), (4, (2, True))]:  # nothing predicted the last
-        reports = [report(seq, speculation_length=arm[0], ngram=arm[1])]
-        store_now(store, moment([seq], reports=reports))
-    [row] = view(store, "prediction_error")
-    assert row["num_steps"] == 3
-    assert row["predicted_ms_per_token"] == pytest.approx(1000 * (0.016 + 0.032 + 0.016) / (3 * 1.6))
-    assert row["observed_ms_per_token"] == pytest.approx(1000 * 0.06 / 6.0)
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(0, "live"), (50, "live"), (100, "quiet"), (4000, "stale")])

@@ -6,12 +6,8 @@ import socket
 import pytest
 
 from speclen.records import PLAIN, Arm, Limits
-from speclen.worker import config as settings_of_workers
 from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.engine.config import BACKENDS
-from speclen.worker.models.loading import DTYPES
-from speclen.worker.models.quantize import WEIGHTS
 from speclen.worker.service.assembly import initial_table
 from speclen.worker.service.server import check_config
 
@@ -41,14 +37,6 @@ def test_unknown_policies_are_named(policy):
 )
 def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads):
     assert default_threads(num_cores, num_parameters) == threads
-
-
-@pytest.mark.parametrize(
-    ("policy", "lengths", "follows"), [("adaptive", {2}, True), ("none", {0}, False), ("fixed:5", {5}, False)]
-)
-def test_the_first_table_is_the_policys(policy, lengths, follows):
-    table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), Limits(4, 8))
-    assert ({arm.speculation_length for arm in table.arms[1:]}, follow) == (lengths, follows)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +111,9 @@ def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
         WorkerConfig(**settings)
 
 
-def test_what_is_known_before_torch_is_imported_is_what_its_modules_know():
-    ours = (settings_of_workers.BACKENDS, settings_of_workers.DTYPES, settings_of_workers.WEIGHTS)
-    assert ours == (BACKENDS, ("auto", *DTYPES), WEIGHTS)
-    for device in ("auto", "cpu", "cpu:0", "cuda", "cuda:1"):
-        assert WorkerConfig(device=device).device == device
+@pytest.mark.parametrize("device", ["auto", "cpu", "cpu:0", "cuda", "cuda:1"])
+def test_devices_may_have_numbers(device):
+    assert WorkerConfig(device=device).device == device
 
 
 def free_addresses(count):

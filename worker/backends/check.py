@@ -1,8 +1,8 @@
-"""Finds out whether the engine runs a model exactly, before it serves anything.
+"""Check of a model before it serves: the engine must run it exactly.
 
-Some families do not go through transformers' AttentionInterface and would, with a warning at most, compute something
-else. So every model is looked at twice: `inspect_layers` records what its layers hand to the attention function, and
-`check_model` compares ragged rows fed in pieces with the model's own plain forward.
+Some families bypass transformers' AttentionInterface and would compute something else. So every model is checked twice:
+`inspect_layers` records what its layers pass to the attention function, and `check_model` compares ragged rows, processed
+in pieces, with the model's own plain forward.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from speclen.worker.backends.attention import install
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
+from speclen.worker.backends.torch.attention import install
 from speclen.worker.models.naming import ModelError
 from speclen.worker.models.source import refuse_latent_attention
 
@@ -44,7 +44,7 @@ class _Call:
 
 
 class _Recorder:
-    """Stands in for an attention function and notes what it is given, by layer."""
+    """Attention function that records its arguments by layer."""
 
     def __init__(self) -> None:
         self.calls: dict[int, _Call] = {}
@@ -68,7 +68,7 @@ class _Recorder:
 
 
 def _num_visible(mask: torch.Tensor | None) -> int | None:
-    """mask: [rows, heads or 1, queries, tokens] of additions, or whatever a family makes itself: then None."""
+    """Tokens that an additive mask [rows, heads or 1, queries, tokens] lets the last query see; None for other masks."""
     return (
         int((mask[0, 0, -1] == 0).sum()) if mask is not None and mask.ndim == 4 and mask.is_floating_point() else None
     )
@@ -78,9 +78,9 @@ def _num_visible(mask: torch.Tensor | None) -> int | None:
 def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     """Shapes of every layer's keys and values; the engine's attention is installed in the model afterwards.
 
-    The row that is run is longer than the shortest window that is named anywhere: some families mask by a window that they
-    do not hand to attention, or hand on one by which they do not mask.
-    Raises ModelError when a layer keeps state elsewhere, or attends in a way that the engine does not know.
+    The input is longer than the shortest window that the configuration names: some families mask by a window that they do
+    not pass to attention, or pass one by which they do not mask.
+    Raises ModelError when a layer keeps state elsewhere, or attends in an unknown way.
     """
     config = model.config.get_text_config()
     _check_config(config, name)
@@ -93,7 +93,7 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     num_tokens = 2 + (shortest if shortest + 2 <= _affordable_tokens(model) else 0)
     try:
         model(input_ids=torch.zeros((1, num_tokens), dtype=torch.long, device=device), use_cache=False)
-    except Exception as error:  # Whatever a family's own code raises, the person who named it gets one sentence.
+    except Exception as error:  # A family's own code may raise anything.
         raise ModelError(
             f"{name}: {config.model_type} does not run with another attention function{_sharing(config)}: "
             f"{first_line(error)}"
@@ -171,10 +171,10 @@ def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -
             )
 
 
-# Tokens per row that are fed together at the end: as many as are recorded for any worker, so that these are looked at, too.
+# Tokens per row in the last pass: as many as are recorded for every worker, so that recordings are checked, too.
 NUM_TAIL = 2
 LEAST_TOKENS = 48  # of the longest row
-MOST_FED = 256  # tokens in a pass, as when prompts are served: larger ones may take another path
+MOST_FED = 256  # tokens in a pass, as in prefill: larger passes may take another path
 
 
 @torch.inference_mode()
@@ -184,7 +184,7 @@ def check_model(
     """Raises ModelError when ragged rows give other logits than the plain forward of each row.
 
     plain_model: the same weights as transformers runs them, in its own attention. least_tokens, num_tail: as the constants.
-    Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
+    Two rows of different lengths are processed in pieces: a prompt each, then several tokens of both rows at once, with a
     rejected token overwritten in between. One is longer than the shortest window that the configuration names.
     """
     config = plain_model.config.get_text_config()
@@ -215,12 +215,12 @@ def check_model(
         )
 
 
-# Tokens times parameters that the longest row may cost: some seconds on two cores of a CPU, one on a GPU.
+# Largest tokens times parameters of the longest row: some seconds on two CPU cores, one second on a GPU.
 BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
 
 def _named_windows(config: Any) -> list[int]:
-    """Windows that the configuration names in any key and that matter within its context."""
+    """Windows in any key of the configuration that are shorter than its context."""
     context = getattr(config, "max_position_embeddings", None) or 0
     named = [value for key, value in config.to_dict().items() if "window" in key or "chunk" in key]
     return [window for window in named if type(window) is int and 1 < window < context]
@@ -234,7 +234,7 @@ def _affordable_tokens(model: Any) -> int:
 
 
 def _check_unseen_windows(config: Any, cached: PassModel, name: str) -> None:
-    """Check windows too long to be run. Raises ModelError when layers and configuration disagree."""
+    """Raises ModelError when layers and configuration disagree about a window too long to be run."""
     window = getattr(config, "sliding_window", None)
     handed = {shape.window for shape in cached.pool.shapes} - {None}
     known = "sliding_window" in inspect.signature(type(config).__init__).parameters or hasattr(

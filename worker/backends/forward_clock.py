@@ -1,4 +1,4 @@
-"""Times a model's forwards inside the engine."""
+"""Clock of a model's forward passes inside the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Logits = TypeVar("Logits")
 
 
 class ForwardClock:
-    """Adds up wall time and number of a model's passes, from now on.
+    """Total wall time and number of a model's passes from now on.
 
-    Only meaningful where they are synchronous, that is, on CPU. model None: nothing to time.
+    Only meaningful where passes are synchronous, as on a CPU. model None: nothing to time.
     """
 
     def __init__(self, model: PassModel | None) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values of every row of a batch, one pool per model. Knows nothing of requests or models.
+"""Keys and values of every row of a batch, one pool per model. Independent of requests and models.
 
 Layout. Every layer has one tensor [rows, 2, kv_heads, max_length, head_dim] (keys, then values), so that attention
 reads rows 0..b-1 and tokens 0..n-1 as a strided view: no gather and no block table. A row keeps the same place whatever
@@ -48,13 +48,13 @@ class LayerShape:
 
 
 class KVPool:
-    """A length per row, kept by the caller; `num_rows` rows of up to `max_length` tokens.
+    """`num_rows` rows of up to `max_length` tokens; callers keep the length of each.
 
     layers: views [rows, 2, kv_heads, max_length, head_dim], one per layer. max_length is rounded up to the allocation
     unit. Raises MemoryError, with a sentence, when the addresses or the device memory cannot be had.
     """
 
-    num_looked_up_tokens = num_reused_tokens = 0  # nothing is remembered
+    num_looked_up_tokens = num_reused_tokens = 0  # there is no prefix cache
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class KVPool:
         return torch.frombuffer(mapping, dtype=self.dtype), mapping
 
     def note_written(self, row: int, length: int) -> None:
-        """Tokens 0..length-1 of a row have been written to, rejected ones included."""
+        """Note that tokens 0..length-1 of a row were written, rejected ones included."""
         self.note_rows_written(row, np.array([length]))
 
     def note_rows_written(self, first_row: int, lengths: np.ndarray) -> None:
-        """Of rows first_row, ... the tokens 0..lengths[r]-1 have been written to."""
+        """Note the same of rows first_row, ... with tokens 0..lengths[r]-1."""
         touched = self._touched[first_row : first_row + len(lengths)]
         np.maximum(touched, lengths, out=touched)
 
     def begin(self, row: int, ids: Sequence[int]) -> int:
-        """As RowStore: nothing is remembered, since rows do not share memory."""
+        """As RowStore: always 0, since rows do not share memory."""
         return 0
 
     def remember(self, row: int, ids: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class KVPool:
         self.copy(source, target, length)
         self.release(source)
 
-    @torch.inference_mode()  # what was allocated in it cannot be written to outside of it, where an engine clears up
+    @torch.inference_mode()  # tensors made in inference mode cannot be written outside of it
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row."""
         for layers in self._alike:
@@ -132,7 +132,7 @@ class KVPool:
 
     @torch.inference_mode()
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
-        """Exchange two rows of the given lengths, with what was written beyond them: nobody keeps another's tokens."""
+        """Exchange two rows of the given lengths, and all that was written beyond them."""
         most = int(max(self._touched[first], self._touched[second], first_length, second_length))
         for layers in self._alike:
             kept = layers[:, first, :, :, :most].clone()
@@ -143,16 +143,16 @@ class KVPool:
 
     @torch.inference_mode()
     def clear_beyond(self, row: int, length: int) -> None:
-        """As RowStore: masked places are read, and 0 times what is not finite is not 0."""
+        """As RowStore: masked places are read, and 0 times infinity is not 0."""
         for layers in self._alike:
             layers[:, row, :, :, length : int(self._touched[row])].zero_()
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Forget the row's contents, and hand its memory back where that can be.
+        """Clear the row, and give its memory back where possible.
 
-        Passes read, masked, what lies beyond a shorter row's end. Masking adds to products, and 0 times what is not finite
-        is not 0: one caller's overflow would spoil the row for the next.
+        Passes also read, masked, beyond a shorter row's end, and 0 times infinity is not 0: without clearing, the overflow
+        of one request would spoil the row for the next.
         """
         if self._mapping is None:
             for layers in self._alike:
@@ -176,16 +176,16 @@ class KVPool:
 def reserve(num_bytes: int) -> mmap.mmap:
     """Addresses alone, on Linux: pages come when they are written to. Raises OSError or OverflowError."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    with contextlib.suppress(OSError):  # A kernel without huge pages has none to avoid.
+    with contextlib.suppress(OSError):  # The kernel may have no huge pages.
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return mapping
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a process could still use on the device."""
+    """Bytes that this process could still use on the device."""
     if device.type == "cuda":
-        gc.collect()  # An engine that is gone may still lie in cycles, with a pool of most of the memory.
-        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
+        gc.collect()  # An unused engine may still lie in cycles, with a pool of most of the memory.
+        torch.cuda.empty_cache()  # memory of freed tensors
         return torch.cuda.mem_get_info(device)[0]
     for line in control_groups.lines_of("/proc/meminfo"):
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""A pass over ragged rows: which rows, which tokens of each, which logits are wanted. Knows no backend."""
+"""A pass over ragged rows: its rows, their tokens, and the wanted logits. Independent of backends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from speclen.worker.models.upload import upload
 class StepRows:
     """Rows first_row, first_row + 1, ... in one step: column c of row r is its token at place starts[r] + c.
 
-    All passes of a step use some of the columns, so what a backend makes of them it makes once: `shared` is its own place
-    for that. starts: [rows], int64, on the host.
+    All passes of a step use some of the columns: `shared` is where a backend caches what they share. starts: [rows], int64,
+    on the host.
     """
 
     def __init__(self, starts: np.ndarray, num_columns: int, device: torch.device, first_row: int = 0) -> None:
@@ -36,7 +36,7 @@ class StepRows:
 
     @cached_property
     def common_start(self) -> int | None:
-        """The place of the first column, when it is the same in all rows."""
+        """Position of the first column if it is the same in all rows, else None."""
         first = int(self.starts[0])
         return first if (self.starts == first).all() else None
 
@@ -56,9 +56,9 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Rows of a pass that are fed equally many tokens.
+    """Rows of a pass with equally many tokens.
 
-    ids: [rows, queries]. column: of `rows`, where the first of them stands. num_logits: wanted after the last so many.
+    ids: [rows, queries]. column: of `rows`, of the first token. num_logits: wanted after the last so many.
     """
 
     rows: StepRows
@@ -73,9 +73,9 @@ class PassPart:
 
 @dataclass(frozen=True, slots=True)
 class RaggedPart:
-    """Rows of a pass that are fed different numbers of tokens, for models that say they are `ragged`.
+    """Rows of a pass with different numbers of tokens, for models that are `ragged`.
 
-    rows: [n] of the pool, in any order. Row rows[r] is fed counts[r] tokens, its places starts[r], starts[r] + 1, ...; ids:
+    rows: [n] of the pool, in any order. Row rows[r] has counts[r] tokens, at positions starts[r], starts[r] + 1, ...; ids:
     [sum of counts], row after row. num_logits: [n], wanted after the last so many of each.
     """
 
@@ -94,12 +94,12 @@ class RaggedPart:
         return cls(numbers, starts, counts, part.ids.reshape(-1), every * part.num_logits)
 
 
-# Tokens that rows propose at most, as rectangles are made for them; beyond the last, multiples of it.
+# Widths of padded proposals; beyond the last, multiples of it.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def padded_width(num_proposed: int) -> int:
-    """Columns of a rectangle in which rows propose different numbers of tokens: rounded up, so that few shapes occur."""
+    """Columns to which proposals of different lengths are padded: rounded up, so that few shapes occur."""
     return next((width for width in WIDTHS if width >= num_proposed), -(-num_proposed // WIDTHS[-1]) * WIDTHS[-1])
 
 
@@ -117,26 +117,26 @@ def prompt_part(row: int, ids: Sequence[int], start: int, device: torch.device) 
 
 
 class RowStore(Protocol):
-    """Keys and values of the rows. How many tokens of a row are valid is the caller's to know."""
+    """Keys and values of the rows. Callers know how many tokens of a row are valid."""
 
     num_rows: int
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
-    num_looked_up_tokens: int  # of prompts, among what is remembered
-    num_reused_tokens: int  # that rows began with, since they were remembered
+    num_looked_up_tokens: int  # of prompts, looked up in the prefix cache
+    num_reused_tokens: int  # found there
 
     def begin(self, row: int, ids: Sequence[int]) -> int:
-        """Let an empty row begin with what is remembered of the tokens `ids`; returns how many it holds then."""
+        """Start an empty row with the cached prefix of the tokens `ids`; returns the length of that."""
 
     def remember(self, row: int, ids: Sequence[int]) -> None:
-        """The row holds the tokens `ids`: rows that begin alike may share them. A store need not remember anything."""
+        """Let the prefix cache, if there is one, share the row's tokens `ids` with later rows."""
 
     def forget(self) -> None:
-        """Remember nothing of what rows held before. For measurements in which prompts come again; while nothing runs."""
+        """Empty the prefix cache: for measurements with repeated prompts, while nothing runs."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of another."""
+        """Start a row with the first `length` tokens of another."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Give a row the first `length` tokens of another, which is released."""
@@ -145,22 +145,22 @@ class RowStore(Protocol):
         """Exchange two rows of the given lengths."""
 
     def clear_beyond(self, row: int, length: int) -> None:
-        """Let what was written beyond the row's first `length` tokens, and may not be finite, disturb no pass."""
+        """Clear what was written beyond the row's first `length` tokens, since it may not be finite."""
 
     def release(self, row: int) -> None:
-        """The row holds nothing any more."""
+        """Empty the row."""
 
     def num_bytes_held(self) -> int:
         """Memory behind the rows."""
 
 
 class PassModel(Protocol):
-    """A model and its rows. Places from max_context_length on are computed as if they were the last; nobody uses them.
+    """A model and its rows. Positions from max_context_length on are clamped to the last; their results are unused.
 
-    ragged: whether passes take RaggedParts, at the cost of all their tokens together; logits [all wanted, vocab] come for
-    those. num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
-    about step times. slow_changes: whether a pass of another number of tokens than the one before it takes longer by far
-    than another one of so many. asynchronous: whether `forward` returns before the device has done its work.
+    ragged: True if passes take RaggedParts, which cost what their tokens cost; their logits are [all wanted, vocab].
+    num_first_uses: passes so far that compiled or recorded something; steps with one are excluded samples. slow_changes:
+    True if a pass takes much longer when its number of tokens differs from the one before. asynchronous: True if `forward`
+    returns before the device is done.
     """
 
     device: torch.device
@@ -178,12 +178,12 @@ class PassModel(Protocol):
         """Logits [rows, num_logits, vocab] of each part, valid until the next call."""
 
     def use_threads(self, num_threads: int) -> None:
-        """Compute with that many CPU threads from the next pass on, where they are the backend's to choose."""
+        """Compute with that many CPU threads from the next pass on."""
 
 
 @runtime_checkable
 class HostModel(PassModel, Protocol):
-    """A model whose logits lie in memory that numpy can look at."""
+    """A model whose logits lie in the host's memory, for numpy."""
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
         """As `forward` of one part, as float32 arrays: ids [rows, queries], logits [rows, num_logits, vocab]."""

@@ -1,10 +1,9 @@
-"""How many CPU threads a worker's models use: as many as help, and fewer while other processes want the cores.
+"""Number of CPU threads of a worker's models: as many as help, and fewer while other processes want the cores.
 
-The threads of a pass wait for each other after every operator, a few hundred times, and spin while they wait, since
-sleeping and waking would take longer than most operators. That is worth up to half as much throughput again on two
-cores that are free. But if another process keeps one of the cores busy, the scheduler lets it run for milliseconds at a
-time, and all threads spin until theirs comes back: then one thread fewer is several times as fast. So the worker watches
-how long its threads wait for a core, and gives one up while that is much.
+The threads of a pass wait for each other after every operator, and spin meanwhile, since sleeping and waking takes longer
+than most operators. If another process keeps a core busy, the kernel runs it for milliseconds at a time, and all threads
+spin until theirs comes back: then one thread fewer is several times as fast. So the worker measures how long its threads
+wait for a core, and gives one up while that is much.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from speclen.worker.models.loading import ModelPair
 
 log = structlog.get_logger()
 
-# A small model has too little work per operator to share it: one thread per this many parameters is where a further
-# thread stops paying, as a rule of thumb.
+# Rule of thumb: a further thread pays only with so many more parameters, since small operators cannot be shared.
 PARAMETERS_PER_THREAD = 8_000_000
 
 INTERVAL_S = 0.5
 # Share of the time for which a thread waited for a core. On two cores with controller and clients it was 6 to 10 percent,
 # beside one busy process 30 to 45.
 CROWDED = 0.2
-BUSY = 0.2  # share of the time that a thread must run or want to run to have a say
-FREE_CORE = 0.7  # cores that nobody uses before one more thread is tried
+BUSY = 0.2  # share of the time that a thread must run or want to run to be counted
+FREE_CORE = 0.7  # idle cores before one more thread is tried
 FIRST_HOLD_S = 2.0  # before a thread that was given up is tried again, doubled with every trial that fails
 TRIAL_S = 5.0  # a thread that is given up again so soon after it was tried has failed
 LONGEST_HOLD_S = 60.0
@@ -52,13 +50,13 @@ def default_threads(num_cores: int, num_parameters: int) -> int:
 def set_threads(threads: int, pair: ModelPair) -> None:
     """Use that many threads from now on in the calling thread; 0: the default for the pair's target."""
     num_parameters = sum(parameter.numel() for parameter in pair.target.parameters())
-    # Threads beyond a container's quota are all stopped for the rest of its period: fewer are faster.
+    # Beyond a container's quota all threads stop for the rest of its period: fewer are faster.
     num_cores = max(1, int(min(len(usable_cores()), control_groups.cores())))
     torch.set_num_threads(threads or default_threads(num_cores, num_parameters))
 
 
 class ThreadChoice:
-    """Number of threads, by what is seen of the machine once per interval. most: used while nobody else wants them."""
+    """Number of threads, updated once per interval. most: used while no other process wants the cores."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -93,7 +91,7 @@ class Usage:
 
 
 def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
-    """Read the counters of Linux. Raises OSError or ValueError where there are none, and on other systems."""
+    """Read Linux's counters. Raises OSError or ValueError where there are none, and on other systems."""
     ran, waited = {}, {}
     for thread in os.listdir(proc / "self" / "task"):
         try:
@@ -108,7 +106,7 @@ def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
 
 
 def waited_share(before: Usage, after: Usage) -> float:
-    """Share of the time between that the busy thread waited which waited longest; 0 when none was busy."""
+    """The largest share of the interval for which a busy thread waited for a core; 0 when none was busy."""
     elapsed, longest = after.at - before.at, 0.0
     for thread, ran in after.ran.items():
         ran -= before.ran.get(thread, 0.0)
@@ -119,12 +117,12 @@ def waited_share(before: Usage, after: Usage) -> float:
 
 
 def free_cores(before: Usage, after: Usage) -> float:
-    """Cores that nobody used in the time between, on average."""
+    """Idle cores in the interval, on average."""
     return (after.idle - before.idle) / (after.at - before.at)
 
 
 async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
-    """Call `use` with another number of threads whenever that is the better one, until cancelled."""
+    """Call `use` whenever the number of threads changes, until cancelled."""
     cores = usable_cores()
     try:
         before = read_usage(cores)

@@ -1,1 +1,1 @@
-"""Arms: who selects them, their words, and proposals without a draft model."""
+"""Arms: their choice, their words, and proposals without a draft model."""

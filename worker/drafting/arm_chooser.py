@@ -1,4 +1,4 @@
-"""The component that selects arms, as the engine sees it. Plain values."""
+"""The component that selects arms, as the engine uses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from speclen.records import Arm, StepRecord
 
 
 class ArmChoice(NamedTuple):
-    """The arm of one step. decision_version: of its table, 0 for none. probe_id: 0 unless it is exploratory."""
+    """The arm of one step. decision_version: of its table, 0 without one. probe_id: 0 unless the step is exploratory."""
 
     arm: Arm
     decision_version: int = 0
@@ -21,18 +21,18 @@ class ArmChooser(Protocol):
 
     @property
     def wants_evaluations(self) -> bool:
-        """True while outputs that end should be evaluated for the records."""
+        """True while finished outputs should be evaluated."""
 
     def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
-        """The arm of the next step; called once for each, since a probe is thereby used up."""
+        """The arm of the next step; called once per step, since it uses up a probe."""
 
     def report(self, record: StepRecord) -> None:
-        """Take note of a step. Its seq is 0."""
+        """Report a step. Its seq is 0."""
 
 
 @dataclass(slots=True)
 class FixedArm:
-    """Always the same arm; nothing is learned. For a worker on its own and for measurements."""
+    """Always the same arm, without learning: for measurements."""
 
     arm: Arm
     wants_evaluations: bool = False
@@ -41,4 +41,4 @@ class FixedArm:
         return ArmChoice(self.arm)
 
     def report(self, record: StepRecord) -> None:
-        """Forget it."""
+        """Ignore it."""

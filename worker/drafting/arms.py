@@ -1,4 +1,4 @@
-"""Arms by batch size, as `--arms` writes them."""
+"""Parser of `--arms`: arms by batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIZES = re.compile(r"\s*(?P<low>\d{1,4})\s*(?P<dash>-\s*(?P<high>\d{1,4})?)?\s*
 def parse_arms(text: str, max_batch_size: int) -> tuple[Choice, ...]:
     """One arm for all batch sizes, or several: `1-4: n-gram else draft 5; 5-: draft 1`.
 
-    Raises ValueError naming what cannot be read, or the batch size without an arm.
+    Raises ValueError naming the malformed part, or the batch size without an arm.
     """
     if ":" not in text:
         return (Choice(1, max_batch_size, parse_arm(text)),)

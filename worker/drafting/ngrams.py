@@ -1,9 +1,8 @@
-"""N-gram (prompt-lookup) drafting: propose the tokens that followed the last time a sequence read as it does now.
+"""N-gram (prompt-lookup) drafting: propose the tokens that followed an earlier occurrence of the last tokens.
 
 The index is a suffix automaton (Blumer et al. 1985), which grows by at most two states a token in constant time on
-average. The longest suffix of the text that occurred before is the state that its last state links to, so nothing is
-searched. Chains of n-grams, as in compressors, are built in a third of the time but searched in several times of it;
-docs/engine.md has the figures.
+average. The longest suffix that occurred before is the state that the last state links to, so there is no search. Chains
+of n-grams, as in compressors, are built in a third of the time but take several times as long to search.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH
 
 MAX_INDEXED = 16_384  # tokens of a sequence, some 500 bytes each; beyond, the older half is forgotten
 LEAST_FREQUENCY = 0.1  # a proposal ends where its continuations so far were this rare
-COUNTED_SUFFIXES = 8  # of each place, the longest first, whose occurrences are counted: for constant time
+COUNTED_SUFFIXES = 8  # whose occurrences are counted at each token, the longest first: for constant time
 
 
 class NgramIndex:
-    """All strings of one sequence's prompt and output, as far as `extend` has come.
+    """Index of all strings in one sequence's tokens, as far as they are indexed.
 
     States are numbers. Of each: transitions by token, the state of its longest suffix that occurs elsewhere, the length
     of its longest string, its number of occurrences. num_indexed: tokens, those forgotten included.
@@ -50,7 +49,7 @@ class NgramIndex:
     def propose(self, most: int = NGRAM_MAX_TOKENS, min_match: int = NGRAM_MIN_MATCH) -> list[int]:
         """Up to `most` tokens that may follow; none unless the last min_match tokens occurred before.
 
-        Of the longest match the most frequent continuation. At the end of the text it goes on as in a loop.
+        The most frequent continuation of the longest match; at the end of the text it starts again at the match.
         """
         begin = self._links[self._last]
         if begin <= 0 or self._lengths[begin] < min_match:
@@ -91,7 +90,7 @@ class NgramIndex:
             state = links[state]
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of exactly the longest string of `state` and the token, split from the one it leads to if need be."""
+        """The state whose longest string is that of `state` and the token, split off if necessary."""
         following, links, lengths = self._next, self._links, self._lengths
         reached = following[state][token]
         if lengths[state] + 1 == lengths[reached]:
@@ -108,7 +107,7 @@ class NgramIndex:
         return part
 
     def _most_frequent(self, children: dict[int, int]) -> tuple[float, int, int]:
-        """Its share of the occurrences, the token, and its state; the newest of equals."""
+        """Share of the occurrences, token and state of the most frequent child; the newest of equals."""
         counts, total, most, found = self._counts, 0, -1, (0, 0)
         for child in children.items():
             count = counts[child[1]]

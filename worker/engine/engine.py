@@ -1,18 +1,17 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts its sequences in the inbox; `step` gives them rows and lets all decoding
-rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
-callback; a finished row is free before the next step. Where the device works by itself, callbacks are called while it is at
-the next step. One thread calls `run` (or `step`); everything else may be called from any.
+The life of a request: `submit` checks it and puts its sequences in the inbox. `step` gives them rows and runs one
+speculative step over all decoding rows, with prefill in chunks beside it. New tokens go to the request's callback, and a
+finished row is free before the next step. On an asynchronous device, callbacks run during the next step. One thread calls
+`run` (or `step`); all else may be called from any thread.
 
 A step that fails is run again in parts, and a part that fails ends its own requests: `StepExecutor`.
 
-Greedy output is what the target alone writes, and sampled output follows the target's distribution,
-whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
-speculation lengths: its noise goes by seed, sequence and position only. Both hold as far as the arithmetic allows: sums
-depend on the shape of a product in their last bits, so two tokens whose logits (with noise, where sampled) agree to
-about 1e-5 in float32 may change places. In 16 bits such near ties are common enough that outputs of different batches
-drift apart after some tens to hundreds of tokens, with and without speculation, as in any batching engine.
+Greedy output is the target's own, and sampled output follows the target's distribution, whatever is drafted and whatever
+shares the batch. A request with a seed gives the same tokens in any batch and under any arm: its noise depends on seed,
+sequence and position only. Both hold up to rounding: the last bits of a sum depend on the shape of a product, so two tokens
+whose logits agree to about 1e-5 in float32 may change places. In 16 bits such near ties are common: outputs in different
+batches diverge after some tens to hundreds of tokens, with and without speculation, as in any batching engine.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class EngineLoad(Totals):
 
 
 class Engine:
-    """Serves a pair of models. prepared: what `prepare` gave for them; None: made here.
+    """Serves a pair of models. prepared: the result of `prepare`; None: made here.
 
     Raises ModelError when a model cannot be served exactly.
     """
@@ -105,20 +104,20 @@ class Engine:
     # Called from any thread.
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises ValueError naming the field that no request to this engine may have."""
+        """Raises ValueError naming the field of a request that this engine cannot serve."""
         limits = self.max_context_length, self.config.max_speculation_length
         check_request(request, self.pair.vocab_size, *limits, self.pair.eos_token_ids)
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Take all sequences of a request. Raises as `sequences` and `take`."""
+        """Take all sequences of a request. Raises as `check`, `sequences` and `take`."""
+        self.check(request)
         self.take(list(self.sequences(request, on_output)))
 
     def sequences(self, request: GenerationRequest, on_output: OnOutput) -> Iterator[SequenceState]:
-        """Make the sequences of a request one by one. Raises ValueError naming the field.
+        """Make the sequences of a checked request one by one. Raises ValueError for one that never fits the KV cache.
 
         on_output is called from the engine's thread and must not block.
         """
-        self.check(request)
         for sequence in make_sequences(
             request,
             on_output,
@@ -131,22 +130,22 @@ class Engine:
             yield sequence
 
     def take(self, sequences: Sequence[SequenceState]) -> None:
-        """Let sequences of one request wait for rows, first come first served.
+        """Queue sequences of one request for rows, first come first served.
 
-        Raises DrainingError, EngineFailedError, or ValueError for an id that another request has.
+        Raises DrainingError, EngineFailedError, or ValueError for an id in use.
         """
         self._inbox.put(sequences)
 
     def abort(self, request_id: str) -> bool:
-        """End a request after the running step; whether it was running or waiting."""
+        """End a request after the running step. Returns True if it was running or waiting."""
         return self._inbox.abort(request_id)
 
     def drain(self) -> None:
-        """Take no new requests; those accepted go on to their end."""
+        """Take no new requests; accepted ones go on to their end."""
         self._inbox.drain()
 
     def stop(self) -> None:
-        """Let `run` return after the running step; what is unfinished is aborted."""
+        """Let `run` return after the running step, and abort unfinished requests."""
         self._inbox.stop()
 
     @property
@@ -159,11 +158,11 @@ class Engine:
         self._wanted_threads = num_threads
 
     def use_chooser(self, chooser: ArmChooser) -> None:
-        """Take arms from another chooser from now on, and report to it. To be called while nothing runs."""
+        """Switch to another chooser of arms, while nothing runs."""
         self._chooser = chooser
 
     def load(self) -> EngineLoad:
-        """A snapshot; its numbers may be of neighbouring steps."""
+        """A snapshot, whose numbers may belong to neighbouring steps."""
         return EngineLoad(
             **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
@@ -177,10 +176,10 @@ class Engine:
     # The engine's thread.
 
     def run(self) -> None:
-        """Step until `stop`; sleep when there is nothing to do.
+        """Step until `stop`; sleep while there is nothing to do.
 
-        An exception outside of what a step runs ends all requests, and the engine goes on empty. If even that fails, the
-        engine ends: requests are told, and EngineFailedError is raised here and from then on by `submit`.
+        An exception outside of a step's own work ends all requests, and the engine goes on empty. If even that fails, the
+        engine ends: requests get an error, and EngineFailedError is raised here and from then on by `submit`.
         """
         try:
             stopping = False
@@ -195,14 +194,14 @@ class Engine:
             raise self._fail(error) from error
 
     def _recover(self, error: Exception) -> None:
-        """Begin anew with empty rows, since nobody knows what state they are in."""
+        """Start again with empty rows, since their state is unknown."""
         self._outbox.deliver()
         unfinished = self._inbox.give_up()
         self.scheduler.clear()
         self._outbox.abort(unfinished, error)
 
     def _fail(self, error: BaseException) -> EngineFailedError:
-        """Tell every request that the engine has ended; whatever else is wrong must not keep it from that."""
+        """End every request with an error, whatever else fails."""
         log.critical("the engine ends", exc_info=error)
         failure = EngineFailedError(f"the engine has ended ({describe(error)}): start the worker again")
         failure.__cause__ = error
@@ -215,7 +214,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepRecord | None:
-        """One iteration: give rows, let those that decode take a step, and feed prompts along. None when no row decoded."""
+        """One iteration: admit sequences, then run a step of the decoding rows with prefill. None when no row decoded."""
         started = time.perf_counter()
         self._adjust_threads()
         self._take_in()
@@ -238,13 +237,13 @@ class Engine:
                 self.num_threads = wanted
             except Exception:
                 log.exception("%d threads cannot be used: %d stay", wanted, self.num_threads)
-                self._wanted_threads = self.num_threads  # not before every step again
+                self._wanted_threads = self.num_threads  # else tried before every step
                 for model in models:  # one of them may have changed
                     with contextlib.suppress(Exception):
                         model.use_threads(self.num_threads)
 
     def _take_in(self) -> None:
-        """Queue what was submitted and end what was aborted since the last step."""
+        """Queue submitted sequences and end aborted ones."""
         incoming, aborting = self._inbox.take()
         self.scheduler.add(incoming)
         if aborting:
@@ -253,7 +252,7 @@ class Engine:
             self._executor.end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
     def _plan(self) -> StepPlan:
-        """Give rows, select the arm, and decide what the next step runs."""
+        """Admit sequences, select the arm, and plan the next step."""
         num_new, prefilled = self._admit()
         rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
         prefilled = prefilled or bool(chunks)
@@ -271,7 +270,7 @@ class Engine:
         return plan
 
     def _admit(self) -> tuple[int, bool]:
-        """Give rows to waiting sequences. Returns how many now wait for their first token, and True if any got it here."""
+        """Give rows to waiting sequences. Returns how many lack their first token, and True if any got it here."""
         num_before = len(self.scheduler.rows)
         for sequence, error in self.scheduler.admit():
             log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
@@ -281,7 +280,7 @@ class Engine:
         return sum(sequence not in started for sequence in new), bool(started)
 
     def _start_from_shared(self) -> list[SequenceState]:
-        """Start the sequences that share their prompt with one that has fed it; those that have their first token."""
+        """Start sequences whose shared prompt is prefilled; returns them, with their first token."""
         started: list[SequenceState] = []
         while (pair := self.scheduler.next_copy()) is not None:
             sequence, source = pair

@@ -1,4 +1,4 @@
-"""Runs one step's plan, hands its tokens out, settles the rows and makes the step's record."""
+"""Execution of one step's plan: its tokens, its rows and its record."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from speclen.worker.requests.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_SHARE = 0.25  # of what else a step takes: the masks of its grammars are counted up to that
-# Plain steps after one whose proposals failed: else every step might be taken twice.
+GRAMMAR_SHARE = 0.25  # of the rest of a step: time of grammar masks counts up to that
+# Plain steps after one whose proposals failed, else every step might run twice.
 PLAIN_STEPS = 256
 
 
 class StepExecutor:
-    """num_plain_steps: steps to come that must be plain, whatever is selected."""
+    """num_plain_steps: coming steps that are plain, whatever arm is selected."""
 
     def __init__(self, runner: StepRunner, outbox: Outbox, scheduler: Scheduler, evaluator: Evaluator) -> None:
         self.num_plain_steps = 0
         self._runner, self._outbox, self._scheduler = runner, outbox, scheduler
         self._evaluator = evaluator
-        self._draft_prefill_s = 0.0  # not in a record yet
+        self._draft_prefill_s = 0.0  # since the last record
 
     def run(self, plan: StepPlan, started: float, evaluates: bool = False) -> StepRecord | None:
         """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
 
-        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
-        what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
-        its rules and its batch anew, and finds the rows where they are by then; its time is its own.
+        A plan that fails is run again in parts: decoding rows, then each prompt, then without proposals. A part that fails
+        ends its requests, not the engine. Every try makes its rules and its batch anew, with a time of its own.
         """
         try:
             step = self._runner.launch(plan)
-            self._outbox.deliver()  # what the step before gave, while the device is at this one
+            self._outbox.deliver()  # tokens of the step before, while the device runs this one
             tokens = self._runner.read(step)
         except Exception as error:
             return self._run_apart(plan, started, error)
@@ -62,7 +61,7 @@ class StepExecutor:
         return None
 
     def _commit(self, plan: StepPlan, tokens: StepTokens, started: float, evaluates: bool) -> StepRecord | None:
-        """Hand out the tokens of a step, and settle who has which row."""
+        """Hand out the tokens of a step, and settle the rows."""
         context = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_ngrams)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
@@ -89,7 +88,7 @@ class StepExecutor:
         latency_s: float,
         evaluations: tuple[OutputEvaluation, ...],
     ) -> StepRecord:
-        """accepted: proposed tokens by row. latency_s: of the step, evaluations not included."""
+        """accepted: accepted tokens by row. latency_s: of the step without evaluations."""
         draft_prefill_s, self._draft_prefill_s = self._draft_prefill_s, 0.0
         return StepRecord(
             seq=0,
@@ -110,12 +109,12 @@ class StepExecutor:
         )
 
     def _launches_next(self) -> bool:
-        """True if a step follows whose passes are launched before anything is waited for, as grammars do."""
+        """True if a step follows that launches its passes without waiting, as no step with a grammar does."""
         rows = [row for row in self._scheduler.rows if not row.finished]
         return bool(rows or self._scheduler.waiting) and all(row.sampling.grammar is None for row in rows)
 
     def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
+        """As Outbox.hand_out. A row without a token is tried again without proposals, which may be the cause."""
         if sequence.finished:  # its text could not be made meanwhile
             return 0
         if not ids and sequence.num_output_tokens and sequence.may_propose:
@@ -126,24 +125,24 @@ class StepExecutor:
         return self._outbox.hand_out(sequence, ids, logprobs)
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
-        """Feed the draft the step's prompts. Failures are harmless: the draft model catches up on its next use."""
+        """Prefill the draft model with the step's prompts. Failures are harmless: it catches up on its next use."""
         try:
             self._draft_prefill_s += self._runner.feed_draft_prompts(chunks, self._outbox.deliver)
         except Exception:
             log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
 
     def end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
-        """Abort sequences that have rows. error: None when somebody asked for it."""
+        """Abort sequences that have rows. error: None if a caller asked for it."""
         sequences = list(sequences)
-        self._outbox.deliver()  # which ends those whose text cannot be made
+        self._outbox.deliver()  # ends sequences whose text cannot be made
         self._outbox.abort([sequence for sequence in sequences if not sequence.finished], error)
         self._scheduler.settle(sequences)
 
 
 def beyond_usual_s(sequences: Iterable[SequenceState], step_s: float) -> float:
-    """Seconds of a step that say nothing of the machine: time of grammars' masks beyond their usual share of it.
+    """Seconds that grammar masks took beyond their usual share of a step.
 
-    What they usually take is a reason for shorter drafts; a grammar that is made to take long must not teach everybody.
+    Their usual time is a reason for shorter drafts; one slow grammar must not change the arm for all requests.
     """
     spent_s = sum(one.sampling.grammar.take_spent_s() for one in sequences if one.sampling.grammar is not None)
     return max(0.0, spent_s - GRAMMAR_SHARE * (step_s - spent_s))

@@ -10,7 +10,7 @@ from speclen.worker.requests.sequence import SequenceState
 
 
 class Inbox:
-    """Knows every sequence that has been accepted and not ended yet."""
+    """Registry of the accepted sequences that have not ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,9 +28,9 @@ class Inbox:
             return len(self._incoming)
 
     def put(self, sequences: Sequence[SequenceState]) -> None:
-        """Accept sequences of one request, all of them or some.
+        """Accept some or all sequences of one request.
 
-        Raises EngineFailedError, DrainingError, or ValueError for an id that another request has.
+        Raises EngineFailedError, DrainingError, or ValueError for an id in use.
         """
         request = sequences[0].request
         with self._changed:
@@ -46,7 +46,7 @@ class Inbox:
             self._changed.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Ask for the end of a request; whether there is one."""
+        """Ask for the end of a request. Returns False for an unknown id."""
         with self._changed:
             if request_id not in self._unfinished:
                 return False
@@ -60,7 +60,7 @@ class Inbox:
             self._draining = True
 
     def stop(self) -> None:
-        """Accept no more requests, and ask for the end of all."""
+        """Accept no more requests, and abort all."""
         with self._changed:
             self._draining = self._stopping = True
             self._aborting.update(self._unfinished)
@@ -69,7 +69,7 @@ class Inbox:
     # For the engine's thread.
 
     def wait(self, busy: bool) -> bool:
-        """Sleep until there is something to do, not at all if busy; whether to stop after it."""
+        """Sleep until there is something to do, not at all if busy. Returns True to stop after it."""
         with self._changed:
             self._changed.wait_for(lambda: busy or self._incoming or self._aborting or self._stopping)
             return self._stopping
@@ -82,7 +82,7 @@ class Inbox:
         return incoming, aborting
 
     def forget(self, sequence: SequenceState) -> None:
-        """The sequence has ended."""
+        """Remove a sequence that has ended."""
         request_id = sequence.request.request_id
         with self._changed:
             left = self._unfinished.get(request_id, [])
@@ -93,7 +93,7 @@ class Inbox:
                 self._aborting.discard(request_id)
 
     def give_up(self, failure: BaseException | None = None) -> list[SequenceState]:
-        """Every unfinished sequence, so that the caller ends them. failure: set when nothing is to be accepted any more."""
+        """Remove and return every unfinished sequence. failure: set when no request may be accepted any more."""
         with self._changed:
             self.failure = failure or self.failure
             self._incoming, self._aborting = [], set()

@@ -1,4 +1,4 @@
-"""A step that a device is at; its tokens and their log probabilities once it is done."""
+"""A launched step: its tokens and log probabilities, once the device is done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speclen.worker.requests.sequence import SequenceState
 
 @dataclass(slots=True)
 class Decided:
-    """Tokens that sequences get, as in StepOutcome. logits: empty where nobody asked for log probabilities."""
+    """Tokens of sequences, as in StepOutcome. logits: empty where log probabilities are not wanted."""
 
     sequences: Sequence[SequenceState]
     num_accepted: torch.Tensor | np.ndarray
@@ -32,7 +32,7 @@ class Decided:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step under way. decided: of the rows, then of sequences whose prompts it completes. flags: as in StepTokens."""
+    """A step under way. decided: for the rows, then for sequences whose prompts it completes. flags: as in StepTokens."""
 
     plan: StepPlan
     flags: set[StepFlag] = field(default_factory=set)
@@ -53,7 +53,7 @@ class LaunchedStep:
 
 
 def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:
-    """Each row's first num_accepted + 1 tokens, none after -1. On a GPU the step's one synchronisation with it."""
+    """Each row's first num_accepted + 1 tokens, none for -1. On a GPU this is the step's one synchronisation."""
     if isinstance(num_accepted, torch.Tensor) and isinstance(ids, torch.Tensor) and not ids.is_cpu:
         table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
         return [row[1 : row[0] + 2] for row in table]
@@ -63,7 +63,7 @@ def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.n
 def logprobs_of(
     rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor | np.ndarray
 ) -> list[list[TokenLogprobs] | None]:
-    """One entry per column of each row: that of its token and of the most likely ones. None for rows that asked for none.
+    """Log probabilities per column of each row: of its token and the most likely ones. None for rows without any.
 
     logits: of each row, [columns, vocab] as the model gave them; ids: [rows, the most columns]. Natural logarithms.
     """

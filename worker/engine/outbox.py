@@ -1,4 +1,4 @@
-"""Tells callers what their sequences got, and counts it. For the engine's thread."""
+"""Delivery of new tokens to callers, and their counts. For the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_TOKEN = "the model gave logits that are NaN or infinite, from which no token 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start. Generated and accepted tokens are those that went to callers.
+    """Counts since the start. Only tokens that went to callers count as generated and accepted.
 
     num_drafts: proposals, of one row in one step; num_draft_tokens: their tokens, num_ngram_tokens of them n-grams.
     num_accepted_by_position[j]: proposals whose token at position j was accepted; together num_accepted_tokens.
@@ -34,10 +34,9 @@ class Totals:
 
 
 class Outbox:
-    """on_end: called with every sequence before its last output is told. max_proposed: tokens per row and step.
+    """on_end: called with every sequence before its last output. max_proposed: tokens per row and step.
 
-    holds_back: True if callers are told of new tokens by `deliver`, which must come before the sequence gets others; else at
-    once.
+    holds_back: True if outputs wait for `deliver`, which must precede the sequence's next tokens; else they go at once.
     """
 
     def __init__(self, on_end: Callable[[SequenceState], None], max_proposed: int, holds_back: bool) -> None:
@@ -49,7 +48,7 @@ class Outbox:
     def count_step(
         self, rows: Sequence[SequenceState], draft_lengths: Sequence[int], num_ngrams: Sequence[int]
     ) -> None:
-        """Before any delivery: whoever is told divides one count by another."""
+        """Count a step, before any delivery: receivers divide one count by another."""
         self.totals.num_steps += bool(rows)
         self.totals.num_row_steps += len(rows)
         self.totals.num_draft_tokens += sum(draft_lengths) + sum(num_ngrams)
@@ -62,8 +61,8 @@ class Outbox:
     def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
         """Append new tokens to a sequence for its caller; returns the number of them that were proposed.
 
-        That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
-        a longer length. Tokens that cannot be taken in end their sequence, and so does it that there are none.
+        Tokens cut off by the end of the request do not count: they are no reason for longer drafts. Tokens that cannot be
+        appended end their sequence, and so does their absence.
         """
         if not ids:
             log.warning("request %s ends: %s", sequence.request.request_id, NO_TOKEN)
@@ -88,7 +87,7 @@ class Outbox:
         return num_accepted
 
     def deliver(self) -> None:
-        """Tell callers what is held back. A sequence whose text cannot be made ends, wherever it is by then."""
+        """Deliver held-back outputs. A sequence whose text cannot be made ends."""
         while self._held_back:
             self._show(*self._held_back.popleft())
 
@@ -104,7 +103,7 @@ class Outbox:
         self._tell(sequence, output)
 
     def abort(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
-        """End sequences here. error: None when somebody asked for it."""
+        """End sequences here. error: None if a caller asked for it."""
         for sequence in sequences:
             self._tell(sequence, sequence.abort(None if error is None else describe(error)))
 

@@ -1,4 +1,4 @@
-"""Makes a pair of models ready for the engine: private copies, pools that fit the memory, and the check of each model."""
+"""Preparation of a pair of models: private copies, pools that fit the memory, and the check of each model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from speclen.worker.backends import openvino
-from speclen.worker.backends.attention import install
-from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
-from speclen.worker.backends.llama import rewrite
-from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.passes import PassModel, padded_width
-from speclen.worker.backends.recording import GraphRecorder, Recorder
-from speclen.worker.engine.config import BACKENDS, EngineConfig
+from speclen.worker.backends.torch.attention import install
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.llama import rewrite
+from speclen.worker.backends.torch.packed_linear import num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
+from speclen.worker.engine.config import EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.models.naming import ModelError
+from speclen.worker.models.naming import BACKENDS, ModelError
 from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 # Share of the free memory that keys and values may take. A GPU's pools are allocated in full, and passes need room too.
 GPU_POOL_SHARE = 0.8
 CPU_POOL_SHARE = 0.5
-# Queries and logits a row of a draft's passes: it lacks a token, or two after a step that accepted everything.
+# Queries and logits per row of the draft's passes: it lacks one token, or two after a fully accepted draft.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
-# Of the longest row by which kernels are checked: they take in 128 keys at once at most. Triton's interpreter is slow.
+# Tokens of the longest row in the check of kernels, which read at most 128 keys at once. Triton's interpreter is slow.
 KERNEL_TOKENS = {"cuda": 3 * 128}
-# Tokens that a row should hold at least: rather fewer rows than less than that.
+# Least context of a row: with less memory there are fewer rows.
 LEAST_CONTEXT = 1024
 
 
@@ -43,7 +43,7 @@ LEAST_CONTEXT = 1024
 class PreparedPair:
     """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
 
-    max_batch_size, max_context_length: what was asked for, or what fits. backend: what runs the passes, with its version.
+    max_batch_size, max_context_length: as configured, or less to fit. backend: name and version.
     """
 
     target: PassModel
@@ -56,9 +56,9 @@ class PreparedPair:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A model of the pair as transformers runs it, by the name that its user gave, with its layers' shapes.
+    """A model of the pair as transformers runs it, with its user's name for it and its layers' shapes.
 
-    context: tokens that it has positions for.
+    context: number of its positions.
     """
 
     model: Any
@@ -69,7 +69,7 @@ class _Named:
 
 @torch.inference_mode()
 def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = None) -> PreparedPair:
-    """The pair as a backend runs it; the caller's models stay as they are and share their weights.
+    """The pair as a backend runs it; the given models are not changed and share their weights.
 
     recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
@@ -99,15 +99,15 @@ def _named(model: Any, name: str, context: int) -> _Named:
 
 
 def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair) -> list[PassModel] | None:
-    """The models on OpenVINO, found to compute what transformers does; None when torch is to run them.
+    """The models on OpenVINO, checked against transformers; None where torch has to run them.
 
-    Raises ModelError when OpenVINO was asked for by name, or weights that only it makes use of.
+    Raises ModelError when OpenVINO cannot run them and was asked for, or is needed for 8-bit weights.
     """
     reason = openvino.why_not(pair.device, pair.dtype)
     if reason is None:
         try:
             return [_load_openvino(one, config, pair) for one in named]
-        except Exception as error:  # It knows some operators and not others, and what it raises is of all kinds.
+        except Exception as error:  # OpenVINO raises errors of all kinds for unknown operators.
             reason = _last_line(error)
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
@@ -122,7 +122,7 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
 
 
 def _last_line(error: Exception) -> str:
-    """Last line of an error, which is where OpenVINO names the cause. At most 300 characters."""
+    """Last line of an error, where OpenVINO names the cause. At most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1][:300]
 
@@ -158,7 +158,7 @@ def _on_torch(
     ]
     for model, one in zip(captured, named, strict=True):
         _check_kernels(model, one, config)
-    # What is recorded when it occurs takes ten times as long, and everybody waits. The draft's passes take less time each.
+    # Recording while serving takes ten times as long as a pass. The draft's passes, which take less, come first.
     started = time.monotonic()
     number = sum(model.record_ahead(started + config.record_ahead_s) for model in reversed(captured))
     if number:
@@ -167,7 +167,7 @@ def _on_torch(
 
 
 def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
-    """Queries and logits a row of the passes that verify what rows propose."""
+    """Queries and logits per row of verification passes."""
     lengths = set(range(config.max_speculation_length + 1 if drafts else 1))
     if config.ngram:
         lengths |= {padded_width(proposed) for proposed in range(1, config.max_proposed_tokens + 1)}
@@ -175,7 +175,7 @@ def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
 
 
 def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -> None:
-    """Kernels of recorded passes are left out where logits are not the same with them."""
+    """Leave out the kernels of recorded passes if they change the logits."""
     if not (config.check_models and captured.has_kernels):
         return
     widest = max((queries for queries, _ in captured.widths), default=NUM_TAIL)
@@ -186,12 +186,12 @@ def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -
 
 
 def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
-    """The model as the engine runs it, found to compute what transformers does. Raises ModelError."""
+    """The model as the engine runs it, checked against transformers. Raises ModelError."""
     model = private_copy(one.model)
     install(model)
 
     def checked(ours: Any) -> CachedModel:
-        cached = CachedModel(_pack(ours, config), pool, one.context)
+        cached = CachedModel(_pack(ours), pool, one.context)
         if config.check_models:
             check_model(cached, one.model, one.name)
         return cached
@@ -201,14 +201,14 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
             rewritten = rewrite(model, pool.shapes, one.context)
             if rewritten is not None:
                 return checked(rewritten)
-        except Exception as error:  # Whatever a version of transformers has changed, its own operators still do.
+        except Exception as error:  # Another version of transformers may differ; its own operators still work.
             log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
 
 
-def _pack(model: Any, config: EngineConfig) -> Any:
-    """The model with its weights laid out for a CPU, where memory allows."""
-    if config.pack_weights and num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
+def _pack(model: Any) -> Any:
+    """The model with weights packed for the CPU, if memory allows."""
+    if num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
         pack_linears(model)
     return model
 
@@ -222,15 +222,15 @@ def _make_pool(one: _Named, config: EngineConfig, pair: ModelPair) -> KVPool:
 
 
 def _spare_tokens(config: EngineConfig) -> int:
-    """Places per row, beyond all that rows may hold, for the rows that fill up a recorded pass.
+    """Places per row beyond the context, written by padding rows of recorded passes.
 
-    That many queries a row are recorded: verification's, and the draft's two after a step that accepted everything.
+    As many as a recorded pass has queries per row: verification's, or the draft's two.
     """
     return max(2, config.max_proposed_tokens + 1)
 
 
 def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
-    """Rows, and tokens that each may hold, cut to what fits."""
+    """Rows and tokens per row, reduced to fit the memory."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
     spare = config.max_proposed_tokens + _spare_tokens(config)
     if pair.device.type == "cpu":
@@ -252,7 +252,7 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: in
 
 
 def _context_on_cpu(wanted: int, free: int, bytes_per_token: int, spare: int) -> int:
-    """Tokens that one row may hold: pages come when they are written to, so that rows share the memory."""
+    """Tokens per row: the kernel allocates pages when they are written, so that rows share the memory."""
     fitting = min(wanted, max(LEAST_CONTEXT, int(CPU_POOL_SHARE * free) // bytes_per_token - spare))
     if fitting < wanted:
         log.warning("%.1f GiB are free: sequences may hold %d tokens, not %d", free / 2**30, fitting, wanted)
@@ -260,7 +260,7 @@ def _context_on_cpu(wanted: int, free: int, bytes_per_token: int, spare: int) ->
 
 
 def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budget: int) -> tuple[int, int]:
-    """The rows wanted with the tokens wanted, or with fewer, or fewer rows with the least; (0, least) if none fits.
+    """All rows with all or fewer tokens, else fewer rows with the least tokens; (0, least) if none fits.
 
     spare: places per row on top of its tokens. budget: places in memory.
     """
@@ -271,7 +271,7 @@ def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budg
 
 
 def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:
-    """Tokens that all rows may hold together, at most `rows_tokens`."""
+    """Tokens of all rows together, at most `rows_tokens`."""
     if config.max_kv_tokens is not None:
         return min(rows_tokens, config.max_kv_tokens)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""N-gram proposals of the sequences in a step. Their indexes are extended here, a bounded number of tokens a step."""
+"""N-gram proposals of the sequences in a step, whose indexes grow by a bounded number of tokens a step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from speclen.records import NGRAM_MAX_TOKENS
 from speclen.worker.drafting.ngrams import NgramIndex
 from speclen.worker.requests.sequence import SequenceState
 
-# Tokens of texts that are not indexed yet, of all sequences together: half a millisecond. New output comes on top.
+# Tokens of prompts indexed in a step, over all sequences: half a millisecond. New output comes on top.
 INDEXED_PER_STEP = 256
-MOST_NEW = 128  # tokens that a sequence can have generated since the last step
+MOST_NEW = 128  # bound on tokens that a sequence generates in a step
 
 
 def propose_ngrams(
     rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], max_context_length: int
 ) -> list[list[int]]:
-    """N-gram tokens of each row, none where there is no match. prefilling: prompts to index ahead of their first step.
+    """N-gram tokens of each row, none without a match. prefilling: sequences whose prompts are indexed ahead.
 
-    A sequence proposes only once all of its text is indexed; of long texts that takes some steps.
+    A sequence proposes once all of its tokens are indexed, which takes several steps for long prompts.
     """
     budget = INDEXED_PER_STEP
     for row in rows:

@@ -1,9 +1,8 @@
 """One step of rows that propose different numbers of tokens: n-grams, drafted ones, or none. As `speculative`.
 
-A model that is `ragged` is fed what each row has, at the cost of all tokens together, and the draft model runs over the
-rows that draft. Other models are fed rectangles: verification is filled up to the longest proposal, whose number of
-columns is rounded up so that few shapes occur, and the draft model runs over all rows up to the last that drafts.
-What is fed beyond a row's own is overwritten later, like what was rejected.
+A `ragged` model gets the tokens of each row, and the draft model runs over the rows that draft. Other models get
+rectangles: verification is padded to the longest proposal, rounded up so that few shapes occur, and the draft model runs
+over all rows up to the last one that drafts. Padding is overwritten later, as rejected tokens are.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from speclen.worker.sampling.rules import TokenRule
 
 @dataclass(slots=True)
 class RaggedBatch:
-    """Rows 0..b-1 of both models. texts: their tokens, the pending one last. draft_lengths: held by the draft's pool.
+    """Rows 0..b-1 of both models. texts: their tokens, the pending one last. draft_lengths: tokens in the draft's pool.
 
     ngrams: [b, k], n-gram tokens, num_ngrams[r] of row r; num_drafted: [b], tokens of the draft model, for rows without
     n-grams. k: of the longest proposal.
@@ -42,12 +41,12 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[b], tokens that each row holds, the pending one included."""
+        """[b], tokens of each row, the pending one included."""
         return np.array([len(text) for text in self.texts])
 
 
 def make_ragged_batch(plan: StepPlan) -> RaggedBatch:
-    """The plan's rows, their n-grams and numbers of tokens to draft."""
+    """The plan's rows, their n-grams and draft lengths."""
     num_ngrams, num_drafted = np.array(plan.num_ngrams), np.array(plan.draft_lengths)
     ngrams = np.zeros((len(plan.rows), (num_ngrams + num_drafted).max()), np.int64)
     for row, ids in enumerate(plan.proposals.ngrams):
@@ -91,7 +90,7 @@ def ragged_step(
 def _verify_filled(
     target: PassModel, batch: RaggedBatch, proposed: torch.Tensor, prompts: Sequence[PassPart]
 ) -> list[torch.Tensor]:
-    """Logits [b, k + 1, vocab] after the pending tokens and the proposed ones; then those of the prompts."""
+    """Logits [b, k + 1, vocab] after the pending and proposed tokens; then those of the prompts."""
     fed = torch.cat([_pending(batch, target.device), proposed], dim=1)
     fed = torch.nn.functional.pad(fed, (0, padded_width(proposed.shape[1]) - proposed.shape[1]))
     part = PassPart(StepRows(batch.num_tokens - 1, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
@@ -112,7 +111,7 @@ def _insert(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -
 
 
 def _propose(draft: PassModel, batch: RaggedBatch, rule: TokenRule) -> torch.Tensor:
-    """Tokens [n, d] drafted for the rows up to the last that drafts; what a row does not draft means nothing."""
+    """Draft tokens [n, d] of the rows up to the last that drafts; entries beyond a row's draft length are undefined."""
     (rows,) = np.nonzero(batch.num_drafted)
     num_rows, longest = rows[-1] + 1, int(batch.num_drafted.max())
     drafted = torch.zeros(num_rows, longest, dtype=torch.long, device=draft.device)
@@ -130,7 +129,7 @@ def _propose(draft: PassModel, batch: RaggedBatch, rule: TokenRule) -> torch.Ten
 
 
 def _spread(logits: torch.Tensor, rows: np.ndarray, num_rows: int) -> torch.Tensor:
-    """Logits [m, vocab] of m rows among those of all, [n, 1, vocab]; or of all rows already."""
+    """Logits [n, 1, vocab] of all rows, from those [m, vocab] of some."""
     if len(logits) == num_rows:
         return logits[:, None]
     spread = logits.new_zeros(num_rows, 1, logits.shape[-1])
@@ -139,7 +138,7 @@ def _spread(logits: torch.Tensor, rows: np.ndarray, num_rows: int) -> torch.Tens
 
 
 def _first_logits(draft: PassModel, batch: RaggedBatch, rows: np.ndarray) -> torch.Tensor:
-    """Logits [m, vocab] after all that the draft lacks of the rows that draft; or of rows 0..n-1."""
+    """Logits [m, vocab] of the drafting rows, or of rows 0..n-1, after the tokens that the draft model lacks."""
     held = batch.draft_lengths[rows]
     if draft.ragged:
         lacking = [batch.texts[row][start:] for row, start in zip(rows.tolist(), held.tolist(), strict=True)]
@@ -148,7 +147,7 @@ def _first_logits(draft: PassModel, batch: RaggedBatch, rows: np.ndarray) -> tor
         return draft.forward([RaggedPart(rows, held, counts, flat, np.ones_like(counts))])[0]
     ends = batch.num_tokens[: rows[-1] + 1]
     width = int((ends[rows] - held).max())
-    if ends.min() < width:  # a row is too short to be fed the same number of tokens
+    if ends.min() < width:  # a row is too short for a rectangle
         starts = zip(rows.tolist(), held.tolist(), strict=True)
         parts = [prompt_part(row, batch.texts[row][start:], start, draft.device) for row, start in starts]
         return torch.cat([logits[0] for logits in draft.forward(parts)])

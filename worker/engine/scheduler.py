@@ -1,13 +1,13 @@
 """Assignment of sequences to rows, their slots in the batch. Only the scheduler places, moves or frees a row.
 
-Rows are kept in three regions, so that every pass works on rows 0..n-1 of its pool:
+Rows form three regions, so that every pass works on rows 0..n-1 of its pool:
 
     0 .. num_drafting-1          decoding, may draft
     .. num_decoding-1            decoding, opted out of speculation
     .. len(rows)-1               prefilling, first come first served
 
-When a row leaves, the last row of its region moves into its place, the last row of the next region into the hole that
-this leaves, and the prefilling rows move up: at most three copies of one row's keys and values.
+When a row ends, the last row of its region takes its place, the last row of the next region fills that gap, and the
+prefilling rows move up: at most three copies of one row's keys and values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from speclen.worker.requests.sequence import SequenceState
 
 
 class Scheduler:
-    """First come first served. A sequence gets a row when one is free and the tokens that it may hold at most fit.
+    """First come first served. A sequence gets a free row once its largest possible number of tokens fits.
 
-    slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for what a sequence
-    needs to choose its tokens, which is made with its row. prefill_chunk: tokens of prompts fed in one step.
+    slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for sampling states,
+    made with the row. prefill_chunk: prompt tokens of a step.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Scheduler:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of a sequence that has all rows' KV for itself."""
+        """Tokens of a sequence that has the whole KV cache for itself."""
         return self.max_kv_tokens - self._slack
 
     def kv_need(self, sequence: SequenceState) -> int:
-        """Tokens of KV that the sequence may come to hold."""
+        """Largest number of KV tokens of the sequence."""
         return sequence.limit + self._slack
 
     def check_fits(self, sequence: SequenceState) -> None:
-        """Raises ValueError when the sequence would wait for ever."""
+        """Raises ValueError for a sequence that can never fit."""
         need, sampling = self.kv_need(sequence), sequence.request.sampling
         if need > self.max_kv_tokens:
             raise ValueError(
@@ -83,21 +83,21 @@ class Scheduler:
             )
 
     def num_kv_tokens(self) -> int:
-        """Tokens that the rows hold."""
+        """Tokens in all rows."""
         return sum(sequence.target_length for sequence in self.rows)
 
     # Joining.
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Let sequences wait for rows."""
+        """Queue sequences for rows."""
         self.waiting.extend(sequences)
 
     def admit(self) -> list[tuple[SequenceState, Exception]]:
-        """Give rows to waiting sequences while they fit; returns those that got none, since they failed, and why."""
+        """Give rows to waiting sequences while they fit. Returns those that failed, with their errors."""
         failed = []
         while self.waiting and len(self.rows) < self._max_batch_size:
             if self.num_reserved_tokens + self.kv_need(self.waiting[0]) > self.max_kv_tokens:
-                break  # Nobody overtakes: a large request would wait forever.
+                break  # No overtaking: a large request would starve.
             sequence = self.waiting.popleft()
             try:
                 sequence.start_sampling(self._vocab_size, self._pools[0].device)
@@ -111,7 +111,7 @@ class Scheduler:
         return failed
 
     def _begin(self, sequence: SequenceState) -> None:
-        """Let it begin with what the pools remember of its prompt but the last token, whose logits are needed."""
+        """Start with the cached prefix of the prompt without its last token, whose logits are needed."""
         ids = sequence.tokens[:-1]
         held = [pool.begin(sequence.row, ids) for pool in self._pools]
         sequence.target_length, sequence.draft_length = held[0], held[-1] if len(held) == 2 else 0
@@ -121,9 +121,9 @@ class Scheduler:
             pool.remember(sequence.row, sequence.tokens[:length])
 
     def next_copy(self) -> tuple[SequenceState, SequenceState | None] | None:
-        """The first prefilling sequence and a decoding one that holds the prompt they share, if so it is.
+        """The first prefilling sequence and a decoding one with the same prefilled prompt, if there are such.
 
-        None beside a sequence whose next token is its last one, and whose logits are known: it needs nobody's keys.
+        None instead of the second where the next token is the last one and the logits are known: it needs no keys.
         """
         if self.num_decoding == len(self.rows):
             return None
@@ -132,19 +132,19 @@ class Scheduler:
             return None
         source = next((other for other in self.decoding if other.shared is sequence.shared), None)
         if source is None and (sequence.num_left > 1 or sequence.request.grammar is not None):
-            return None  # Those that held it have ended.
+            return None  # The sequences that held it have ended.
         return sequence, source
 
     def next_prompts(self) -> list[PromptChunk]:
-        """Chunks of the prefilling sequences' prompts for the next step."""
+        """Prompt chunks of the next step."""
         return plan_prompts(self.rows[self.num_decoding :], self._prefill_chunk)
 
     # After a step.
 
     def settle(self, sequences: Iterable[SequenceState]) -> None:
-        """Free the rows of those that have ended, and let those decode that have their first token.
+        """Free the rows of ended sequences, and move those with a first token among the decoding ones.
 
-        Those that have become too long for the draft go on among the rows that do not draft.
+        Sequences too long for the draft model move among the rows that do not draft.
         """
         for sequence in sequences:
             if sequence.finished:
@@ -165,7 +165,7 @@ class Scheduler:
         self.num_drafting += 1
 
     def _remove(self, sequence: SequenceState) -> None:
-        """Free the sequence's row and its reservation, if it has them."""
+        """Free the row and reservation of a sequence, if it has any."""
         if sequence.row < 0:
             return
         if not sequence.failed:
@@ -180,7 +180,7 @@ class Scheduler:
         if hole < self.num_decoding:
             self.num_decoding -= 1
             hole = self._fill(hole, self.num_decoding)
-        # Prefilling rows keep their order. Between steps all but the first hold nothing yet.
+        # Prefilling rows keep their order. Between steps all but the first are empty.
         for row in range(hole, len(self.rows) - 1):
             self._fill(row, row + 1)
         self.rows.pop()
@@ -192,7 +192,7 @@ class Scheduler:
         return dropped
 
     def clear(self) -> None:
-        """Forget everybody, and hand the rows' memory back. Moves nothing, so that it succeeds whatever has failed."""
+        """Drop all sequences and release their rows. Moves nothing, so that it works after any failure."""
         rows, self.rows = self.rows, []
         self.waiting.clear()
         self.num_drafting = self.num_decoding = self.num_reserved_tokens = 0
@@ -203,7 +203,7 @@ class Scheduler:
     # Keys and values.
 
     def _fill(self, hole: int, source: int) -> int:
-        """Move a row into the hole; returns where the hole is then."""
+        """Move a row into the hole; returns the new hole."""
         if source != hole:
             moved = self.rows[hole] = self.rows[source]
             moved.row = hole
@@ -226,5 +226,5 @@ class Scheduler:
 
 
 def lengths(sequence: SequenceState) -> tuple[int, int]:
-    """Tokens that the sequence's row holds in the target's pool and in the draft's."""
+    """Tokens of the sequence's row in the target's pool and in the draft's."""
     return sequence.target_length, sequence.draft_length

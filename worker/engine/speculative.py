@@ -1,8 +1,8 @@
-"""One step of a batch: draft, verify, accept. What was rejected is rolled back by the rows' lengths alone.
+"""One step of a batch: draft, verify, accept. Rejected tokens are rolled back by the rows' lengths alone.
 
-Before a step a row holds n tokens, the last of which is pending: it has not been fed to any model. The target's pool
-holds the keys and values of tokens 0..n-2. The draft's pool may lack more of them: the last one after a step that
-accepted everything, or many after steps of length 0.
+Before a step a row has n tokens, the last of which is pending: no model has processed it. The target's pool holds the
+keys and values of tokens 0..n-2. The draft's pool may lack more: one token after a fully accepted draft, or many after
+steps of length 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowLogits, list[torch
 class StepBatch:
     """The decoding rows, which are rows 0..b-1 of both models; the first `num_drafting` of them draft.
 
-    num_tokens: [b], tokens each row holds, the pending one included. recent_ids: [b, w], the last w tokens of each row:
-    all that the draft lacks, and the pending one. caps: [b], drafts allowed per row, None when every row may use the
-    step's length.
+    num_tokens: [b], tokens of each row, the pending one included. recent_ids: [b, w], the last w tokens of each row: those
+    that the draft lacks, and the pending one. caps: [b], draft tokens allowed per row, None for the step's length.
     """
 
     num_tokens: np.ndarray
@@ -49,8 +48,8 @@ def speculative_step(
 ) -> StepOutcome:
     """Draft `length` tokens per row, verify them in one pass of the target, and accept a prefix of each.
 
-    Length 0 is plain decoding along the same path, without the draft. prompts: of other rows, fed to the target in the
-    same pass. The caller moves the rows' lengths on.
+    Length 0 is plain decoding along the same path, without the draft. prompts: of other rows, in the same pass of the
+    target. The caller updates the rows' lengths.
     """
     width = batch.recent_ids.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.
@@ -75,10 +74,10 @@ def host_step(
     length: int,
     rule: HostRule,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The speculative step of rows that all draft equally far, where logits are arrays: without torch.
+    """The speculative step of rows with one draft length, by numpy.
 
-    After a pass the caches hold weights, and what runs next comes from memory again: of torch that is far more than of
-    numpy. num_tokens: [b], recent_ids: [b, w]: as in StepBatch. Returns StepOutcome's num_accepted and tokens.
+    After a pass the caches hold weights, and the next code comes from memory again: far more of it with torch than numpy.
+    num_tokens: [b], recent_ids: [b, w]: as in StepBatch. Returns StepOutcome's num_accepted and tokens.
     """
     num_rows, width = recent_ids.shape
     rows, every = StepRows(num_tokens - width, width + length, target.device), np.arange(num_rows)
@@ -96,8 +95,8 @@ def host_step(
 def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch.Tensor, rule: TokenRule) -> None:
     """Fill draft_ids [b, k] for the drafting rows, one pass of the draft per token.
 
-    The first pass also feeds the tokens that the draft lacks. A row that lacks fewer than others feeds some again, which
-    writes the same keys and values over themselves.
+    The first pass also processes the tokens that the draft lacks. A row that lacks fewer than others repeats some, which
+    rewrites the same keys and values.
     """
     drafting = rows.first_rows(batch.num_drafting)
     ids, column = batch.recent_ids[: batch.num_drafting], 0
@@ -109,7 +108,7 @@ def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch
 
 
 def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, HostModel | None] | None:
-    """The same two, where both have their logits on the host."""
+    """Both models, if both have their logits on the host; else None."""
     if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
         return target, draft
     return None

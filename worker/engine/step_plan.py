@@ -1,4 +1,4 @@
-"""The work of one step: rows that decode, what is proposed for each, and prompts that go along. No model is called."""
+"""The work of one step: decoding rows, their proposals, and prompt chunks. No model is called."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speclen.worker.requests.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The next tokens to feed of a sequence: ids, whose first has the place `start` in it."""
+    """The next tokens to prefill of a sequence: ids, the first at position `start`."""
 
     sequence: SequenceState
     start: int
@@ -28,7 +28,7 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """Number of the sequence's tokens that are fed with it."""
+        """Number of the sequence's tokens up to the chunk's end."""
         return self.start + len(self.ids)
 
     @property
@@ -38,9 +38,9 @@ class PromptChunk:
 
 @dataclass(slots=True)
 class Proposals:
-    """For each row either n-gram tokens, or a number of tokens to draft, or neither.
+    """For each row n-gram tokens, or a number of tokens to draft, or neither.
 
-    arm: what is run, as in StepRecord. is_mixed: True if requests asked for lengths of their own.
+    arm: as in StepRecord. is_mixed: True if requests have lengths of their own.
     """
 
     arm: Arm
@@ -58,9 +58,9 @@ class Proposals:
 class StepPlan:
     """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
 
-    choice: the arm that was selected; proposals: what comes of it in this step. chunks: of prompts. prefilled: True if
-    time goes into prompts as well, the copied ones included. num_new_sequences: as in StepRecord. draft_length: the
-    longest, for which the draft loop runs. sequences: the rows, then those whose prompts are fed.
+    choice: the selected arm; proposals: of this step. chunks: of prompts. prefilled: True if the step prefills or copies a
+    prompt. num_new_sequences: as in StepRecord. draft_length: the longest of the rows. sequences: the rows, then those of
+    the chunks.
     """
 
     rows: list[SequenceState]
@@ -93,12 +93,12 @@ class StepPlan:
 
     @property
     def is_even(self) -> bool:
-        """True if as many tokens are drafted for all rows."""
+        """True if all rows have the same draft length."""
         return min(self.draft_lengths, default=0) == self.draft_length
 
     @property
     def flags(self) -> set[StepFlag]:
-        """Known beforehand."""
+        """Flags known before the step."""
         flags = {StepFlag.PREFILL} if self.prefilled else set()
         return flags | {StepFlag.MIXED_LENGTHS} if self.proposals.is_mixed else flags
 
@@ -108,19 +108,19 @@ class StepPlan:
         return self.choice.arm != PLAIN or self.proposals.arm != PLAIN
 
     def num_verified_tokens(self, ragged: bool) -> int:
-        """Tokens that the target is given of the rows. ragged: only what each has, not a rectangle around the longest."""
+        """Tokens of the rows in the target's pass. ragged: without padding to the longest row."""
         proposed = [ngrams + drafts for ngrams, drafts in zip(self.num_ngrams, self.draft_lengths, strict=True)]
         if ragged:
             return len(proposed) + sum(proposed)
         return len(proposed) * (1 + (padded_width(max(proposed)) if self.has_ngrams else self.draft_length))
 
     def apart(self) -> list[StepPlan]:
-        """The same work in as many plans as can be: the rows, then every prompt by itself."""
+        """The same work in several plans: the rows, then every prompt by itself."""
         decoding = [replace(self, chunks=[])] if self.rows else []
         return decoding + [prefill_plan(chunk) for chunk in self.chunks]
 
     def plainly(self) -> StepPlan:
-        """The same rows and prompts, for which nothing is proposed."""
+        """The same rows and prompts without proposals."""
         return replace(self, choice=self.choice._replace(arm=PLAIN), proposals=Proposals.none(len(self.rows)))
 
     def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ class StepPlan:
 class StepTokens:
     """New tokens of each of the plan's sequences, in its order; None where a prompt goes on.
 
-    Empty where no token can be chosen, since the model gave logits that are NaN or infinite. logprobs: likewise, None
-    where nobody asked for them. flags: the runner's reasons for which the step is no usable sample.
+    Empty where the logits are NaN or infinite. logprobs: likewise, None where not wanted. flags: reasons for which the step
+    is no usable sample.
     """
 
     ids: list[list[int] | None] = field(default_factory=list)
@@ -155,7 +155,7 @@ class StepTokens:
 
 
 def prefill_plan(chunk: PromptChunk) -> StepPlan:
-    """One piece of a prompt and nothing else."""
+    """A plan of one prompt chunk."""
     return StepPlan([], 0, ArmChoice(PLAIN), Proposals.none(0), [chunk], True)
 
 
@@ -166,7 +166,7 @@ def plan_proposals(
     draft_context_length: int,
     prefilling: Sequence[SequenceState] = (),
 ) -> Proposals:
-    """Proposals of each sequence under an arm. A request's own length goes before the arm.
+    """Proposals of each sequence under an arm. A request's own length takes precedence.
 
     prefilling: sequences whose prompts are indexed ahead.
     """
@@ -193,10 +193,9 @@ def plan_lengths(rows: Sequence[SequenceState], length: int, draft_context_lengt
 
 
 def cut_to_useful(rows: Sequence[SequenceState], lengths: list[int]) -> list[int]:
-    """Lengths cut to what any row can use: less where all rows are near their last token.
+    """Lengths cut to the largest that any row can use: less where all rows are near their last token.
 
-    A single row near its end drafts on with the others, and what it does not need is cut from its output: so its step
-    is still a usable sample.
+    A single row near its end drafts with the others, and its output is cut: so the step is still a usable sample.
     """
     useful = max((min(length, row.num_left - 1) for row, length in zip(rows, lengths, strict=True)), default=0)
     return [min(length, useful) for length in lengths]
@@ -205,7 +204,7 @@ def cut_to_useful(rows: Sequence[SequenceState], lengths: list[int]) -> list[int
 def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[PromptChunk]:
     """Up to `budget` tokens of prompts, first come first served.
 
-    Of sequences that share a prompt one feeds it; the next ones wait until they can copy what it led to.
+    Of sequences that share a prompt one prefills it; the others wait to copy its keys and values.
     """
     chunks: list[PromptChunk] = []
     for sequence in prefilling:
@@ -219,7 +218,7 @@ def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[Promp
 
 
 def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
-    """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
+    """Tensors of the plan's rows. width: last tokens of each row that the draft processes."""
     return StepBatch(
         num_tokens=np.array([len(row.tokens) for row in plan.rows]),
         recent_ids=upload(np.array([row.tokens[-width:] for row in plan.rows]), device),

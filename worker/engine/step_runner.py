@@ -1,7 +1,6 @@
-"""Runs the models for one plan after the other. Knows nothing of queues and callers, and moves no row. One thread.
+"""Runs the models for one plan after the other, in one thread. Independent of queues and callers; moves no row.
 
-Prompts go through the target in the pass that verifies the drafts of the rows that decode: a pass of twice the tokens
-takes less than twice the time.
+The target prefills in the pass that verifies drafts: a pass of twice the tokens takes less than twice the time.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
 
-# A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
+# A draft model that lacks at most so many tokens catches up in the first pass of the step.
 CATCH_UP_WIDTH = 16
-# The same with n-grams, after which the draft lacks what was accepted of them: such steps catch up all the time.
+# The same with n-grams: each such step lacks the accepted n-gram tokens.
 RAGGED_CATCH_UP_WIDTH = 64
 
 
 class StepRunner:
-    """draft: None when nothing can be drafted. prefill_chunk: tokens that the draft catches up with in one pass."""
+    """draft: None without a draft model. prefill_chunk: tokens with which it catches up in one pass."""
 
     def __init__(
         self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
@@ -45,15 +44,14 @@ class StepRunner:
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # True if the last step drafted
-        self._feeds_draft = draft is not None  # True if it was to, as new rows will then be: their drafts must be ready
+        self._feeds_draft = draft is not None  # True if the last arm drafts: then new prompts go through the draft, too
         self._last = 0, PLAIN  # rows of the last step, and its arm
         self._seen_shapes: set[tuple[int, int]] = set()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step of the plan's rows, and feed its prompts.
+        """Launch a step of the plan's rows, with its prefill.
 
-        This or `read` may fail, and the step be launched again, with any part of the plan: of the sequences nothing has
-        changed then but how much of them the draft holds.
+        If this or `read` fails, any part of the plan can be launched again: only the draft's lengths have changed.
         """
         step, prompts = LaunchedStep(plan), self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(step, prompts) if plan.rows else self.target.forward(prompts)
@@ -61,21 +59,21 @@ class StepRunner:
         completed = [(chunk.sequence, logits) for chunk, logits in fed if chunk.completes_prompt]
         for sequence, logits in completed:
             if sequence.shared is not None:
-                sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
+                sequence.shared.logits = logits.clone()  # a copy, to release the pass
         if completed:
             step.decided.append(self._first_tokens(completed))
         return step
 
     def read(self, step: LaunchedStep) -> StepTokens:
-        """The tokens of the step launched last, as soon as the device has them."""
+        """The tokens of the last launched step, as soon as the device is done."""
         self._note_held(step.plan, tokens := step.read())
         return tokens
 
     def feed_draft_prompts(self, chunks: Sequence[PromptChunk], meanwhile: Callable[[], None]) -> float:
-        """Feed the draft the prompts that the target was fed in this step; seconds that took.
+        """Prefill the draft model with the step's prompts; returns the seconds that took.
 
-        Apart from `launch`, since nobody's tokens have to wait for it. meanwhile: called while the device is at it. Where
-        it fails, the draft catches up when it is asked.
+        Separate from `launch`, so that no tokens wait for it. meanwhile: called while the device works. After a failure the
+        draft catches up on its next use.
         """
         ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
         return self._timed(lambda: self._feed_up_to(ends), meanwhile) if ends else 0.0
@@ -83,9 +81,9 @@ class StepRunner:
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState | None
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Give a sequence what `source` holds of the prompt they share; the token that follows it, as in StepTokens.
+        """Copy the shared prompt from `source`; returns the token that follows it, as in StepTokens.
 
-        source: None where that token is its last one, which needs no more than the logits after the prompt.
+        source: None where that token is the last one, which needs only the logits after the prompt.
         """
         assert sequence.shared is not None
         assert sequence.shared.logits is not None
@@ -100,7 +98,7 @@ class StepRunner:
         return ids, logprobs
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
-        """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
+        """Update the lengths in the pools: all tokens but the pending one, which is the last new one."""
         length, is_ragged = plan.draft_length, self._is_ragged(plan)
         for at, row in enumerate(plan.rows):
             num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at] or ())
@@ -115,7 +113,7 @@ class StepRunner:
     # Decoding.
 
     def _decode(self, step: LaunchedStep, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """One step of the rows, with its flags; returns the logits [1, 1, vocab] after each of the prompts."""
+        """One step of the rows and its flags; returns the logits [1, 1, vocab] after each prompt."""
         plan, flags = step.plan, step.flags
         num_first_uses, speculated = self._num_first_uses(), self._speculating
         self._feeds_draft = plan.choice.arm.speculation_length > 0
@@ -144,20 +142,20 @@ class StepRunner:
         return prompt_logits
 
     def _changes_arm(self, plan: StepPlan) -> bool:
-        """True if only another arm made this pass another one than the last, and that is why it took longer.
+        """True if this pass takes longer because only the arm has changed.
 
-        Where rows have come or gone a step takes longer under any arm: that is a part of step times.
+        A change of the number of rows takes longer under any arm, so it is a part of step times.
         """
         arm = plan.proposals.arm
         (num_rows, before), self._last = self._last, (len(plan.rows), arm)
         return self.target.slow_changes and num_rows == len(plan.rows) and arm != before
 
     def _is_ragged(self, plan: StepPlan) -> bool:
-        """True if rows propose different numbers of tokens, and that is worth a step of its own kind."""
+        """True if rows propose different numbers of tokens and the step is a ragged one."""
         return plan.has_ngrams or (self.target.ragged and not plan.is_even)
 
     def _fits_host(self, plan: StepPlan) -> bool:
-        """True if `host_step` does what the plan says, which is not ragged."""
+        """True if `host_step` can run the plan, which is not ragged."""
         even = self._hosts is not None and plan.is_even
         return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
@@ -172,7 +170,7 @@ class StepRunner:
     def _even_step(
         self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
     ) -> StepOutcome:
-        """A step whose rows all propose the same number of tokens, or are treated as if."""
+        """A step whose rows propose the same number of tokens, or are padded to it."""
         length = plan.draft_length
         width = self._catch_up(plan, flags) if length else 1
         batch = make_batch(plan, width, self._device)
@@ -193,9 +191,9 @@ class StepRunner:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
     def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
-        """Recent tokens that the draft's first pass must be fed; flagged when the draft had fallen behind.
+        """Recent tokens of the draft's first pass; flags the step if the draft had fallen behind.
 
-        It lacks one token after a step that accepted everything; more after steps without it, or with n-grams.
+        It lacks one token after a fully accepted draft; more after steps without it, or with n-grams.
         """
         drafting = plan.rows[: plan.num_drafting]
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
@@ -208,20 +206,20 @@ class StepRunner:
         return 1
 
     def _flag_catch_up(self, plan: StepPlan, drafting: Sequence[SequenceState], flags: set[StepFlag]) -> None:
-        """With n-grams, catching up with accepted ones is a part of what such an arm takes.
+        """Flag a step that catches up, unless its arm always does.
 
-        Not so with prompts, nor with output from before such an arm: a row may have n-gram matches for some steps before
-        it drafts for the first time.
+        Catching up with accepted n-grams is a part of the cost of an arm that has both. Prompts, and output from before
+        the arm, are not: a row may have n-gram matches for some steps before it drafts for the first time.
         """
         if not plan.choice.arm.ngram or any(row.draft_length + 1 < row.draft_due for row in drafting):
             flags.add(StepFlag.CATCH_UP)
 
     def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
-        """Give the draft all that it lacks but the pending tokens."""
+        """Let the draft catch up to the pending tokens."""
         self._feed_up_to([(sequence, len(sequence.tokens) - 1) for sequence in drafting])
 
     def _feed_up_to(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Give the draft what it lacks of each sequence's first so many tokens, at most `prefill_chunk` tokens in a pass."""
+        """Let the draft catch up to each sequence's first `end` tokens, by passes of at most `prefill_chunk` tokens."""
         chunks: list[PromptChunk] = []
         room = self._prefill_chunk
         for sequence, end in ends:
@@ -239,7 +237,7 @@ class StepRunner:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
     def _timed(self, work: Callable[[], None], meanwhile: Callable[[], None]) -> float:
-        """Seconds that the device is at some work, having done all that it was given before."""
+        """Seconds that the device takes for some work, without what it was given before."""
         if self._device.type != "cuda":
             started = time.perf_counter()
             work()
@@ -263,13 +261,13 @@ class StepRunner:
             chunk.sequence.draft_length = chunk.end
 
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
-        """True if the draft prefills this chunk as well, since it will be asked for tokens next."""
+        """True if the draft prefills this chunk as well, since it drafts next."""
         sequence = chunk.sequence
         # Without ragged batches, one sequence with a fixed length makes the others draft, too.
         others = self._feeds_draft or (self._speculating and not self.target.ragged)
         wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
         may = sequence.may_draft and not sequence.finished
-        # The draft may hold fewer tokens than the target: after n-gram tokens, or steps without a draft. It catches up here.
+        # The draft may be behind the target, after n-gram tokens or steps without drafts. It catches up here.
         return wanted and may and sequence.draft_length < chunk.end
 
     def _first_tokens(self, completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Decided:
@@ -282,7 +280,7 @@ class StepRunner:
     # Choosing.
 
     def _step_rule(self, plan: StepPlan, ragged: bool) -> TokenRule:
-        """How the plan's rows choose their tokens. Of its own for every try of a step: a rule keeps what was drafted."""
+        """The rule by which the plan's rows choose tokens, a new one for every try: it keeps the drafts."""
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows

@@ -1,12 +1,11 @@
-"""Evaluates some outputs as they end: the steps that every arm would have taken through them (`counting`).
+"""Off-policy evaluation of some finished outputs: the steps that every arm would have taken (`counting`).
 
-Steps of one arm do not show what another is worth: n-gram steps end where n-grams were wrong, and requests that an arm
-gets through quickly are in few of its steps. An output as a whole shows it. That takes one forward pass of the draft model
-over the output, between two steps: about 1% of the time. Each time it takes no longer than a step or two, or covers as much
-of a long output as fits.
+Steps of one arm are a biased sample for another: n-gram steps end where n-grams were wrong, and requests that an arm
+finishes quickly are in few of its steps. A whole output is not biased. Its evaluation takes one forward pass of the draft
+model between two steps, below 1% of the time, and no longer than a step or two: of a long output only a part.
 
-Chance picks the outputs, each alike. If one were evaluated whenever there is time for it again, those that take long would
-be evaluated more often: their own steps earn the time.
+Outputs are chosen at random with equal probability. Evaluating whenever there is time would favour long outputs, whose
+own steps earn the time.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from speclen.worker.sampling.rules import choices_of, distributions_of
 
 log = logging.getLogger(__name__)
 
-# Share of the time of steps that evaluation may take, and after how many outputs so much less.
+# Share of step time for evaluation, and a smaller one after so many outputs.
 SHARE, MANY, LATER_SHARE = 0.006, 300, 0.0025
-MAX_CREDIT_S = 0.05  # that a quiet time saves up, and the most that can be owed
-REMEMBERED = 50.0  # outputs over which their number per second of steps and the time of an evaluation are averaged
-MAX_S = 0.05  # that one evaluation may hold up the others, or as long as the step before it
-MIN_TOKENS = 8  # of an output: fewer say little for what they take
+MAX_CREDIT_S = 0.05  # largest saved budget, and largest debt
+REMEMBERED = 50.0  # outputs in the averages of output time and evaluation time
+MAX_S = 0.05  # longest delay by one evaluation, unless the step before took longer
+MIN_TOKENS = 8  # of an output: fewer are not worth their time
 MAX_EVALUATED = 1024  # tokens of an output
-FIRST_TOKENS = 64  # as long as the time of a token is unknown
-PACE_FORGETS = 0.9  # of that time, when it forbids an evaluation: it may have been measured at a bad moment
+FIRST_TOKENS = 64  # while the time of a token is unknown
+PACE_FORGETS = 0.9  # factor on that time when it forbids an evaluation, in case it was an outlier
 SIZES = 32  # of passes: multiples of so many tokens
 MAX_LOGITS = 2**22  # numbers of one pass, 16 MB
-MAX_TOKENS = 8192  # prompt and output: longer ones would keep others waiting
+MAX_TOKENS = 8192  # prompt and output: longer ones would delay others
 
 
 class Evaluator:
@@ -49,21 +48,21 @@ class Evaluator:
     ) -> None:
         self._target, self._draft, self._limits = target, draft, limits
         self._prefill_chunk, self._chunk = prefill_chunk, max(SIZES, min(prefill_chunk, MAX_LOGITS // vocab_size))
-        # Its own: outputs must not depend on evaluations.
+        # Own generators: outputs must not depend on evaluations.
         self._generator, self._random = torch.Generator().manual_seed(0), random.Random(0)
         self._credit_s, self.num_evaluated = 0.0, 0
         self._step_s = self._num_ended = 0.0  # of recent steps, and outputs that ended in them
-        self._evaluation_s = 0.0  # that one takes; 0 before the first
+        self._evaluation_s = 0.0  # mean time of one; 0 before the first
         self._token_s: dict[PassModel, float] = {}  # time of a token in an evaluation's passes
-        self._works = limits.max_speculation_length > 0 or limits.ngram  # else there is one arm, which needs none
+        self._works = limits.max_speculation_length > 0 or limits.ngram  # else there is only one arm
 
     def evaluate(
         self, rows: Sequence[SequenceState], step_s: float, on_start: Callable[[], None] = lambda: None
     ) -> tuple[OutputEvaluation, ...]:
-        """Evaluate at most one of the rows whose output has just ended. They must still hold their rows.
+        """Evaluate at most one output that has just ended, before its row is freed.
 
-        step_s: that the step took. on_start: called if one is evaluated, for which others then wait. A failure is logged and
-        ends evaluation.
+        step_s: time of the step. on_start: called before an evaluation, for which others wait. A failure is logged and
+        switches evaluation off.
         """
         share = SHARE if self.num_evaluated < MANY else LATER_SHARE
         self._credit_s = min(self._credit_s + share * step_s, MAX_CREDIT_S)
@@ -98,7 +97,7 @@ class Evaluator:
         return (evaluation,)
 
     def _chance(self, share: float, num_ended: int) -> float:
-        """Of each output to be evaluated, so that it takes this share of the steps' time. num_ended: in this step."""
+        """Probability of evaluating each output that spends this share of step time. num_ended: in this step."""
         self._num_ended += num_ended
         output_s = self._step_s / self._num_ended
         keep = max(0.0, 1.0 - num_ended / REMEMBERED)
@@ -107,9 +106,9 @@ class Evaluator:
         return share * output_s / max(self._evaluation_s, 1e-9)
 
     def _window(self, row: SequenceState, max_s: float) -> tuple[int, int] | None:
-        """Places of an output from which and up to which the time is enough; None when that is too little.
+        """First and last place of the part of an output that fits the time; None if that is too short.
 
-        Of an output that is too long for it a part anywhere, since its beginning and its end are not like the rest.
+        The part is at a random place, since beginnings and ends differ from the rest.
         """
         begin, end = row.num_prompt_tokens + 1, len(row.tokens)
         num_tokens = min(end - begin, MAX_EVALUATED)
@@ -140,7 +139,7 @@ class Evaluator:
         return OutputEvaluation(int(row.request_class), row.num_output_tokens - 1, num_tokens, *counts)
 
     def _chosen(self, draft: PassModel, row: SequenceState, first: int, stop: int) -> list[bool]:
-        """By token from place `first` on: True if the draft model chooses it, too."""
+        """By token from place `first` on: True if the draft model would have proposed it."""
         sampling, tokens = row.sampling, torch.tensor(row.tokens, device=draft.device)
 
         def chooses(logits: torch.Tensor, place: int) -> torch.Tensor:
@@ -154,7 +153,7 @@ class Evaluator:
         same = self._of_tokens(draft, row, held, first, stop, 0, chooses if determined else chance)
         row.draft_length = max(row.draft_length, stop - 1)
         if not determined:
-            # A draft would have been drawn, and the token have come out of it with this chance, given that it came out.
+            # Probability that a drawn draft token was accepted as this output token, given the output token.
             wanted = self._of_tokens(self._target, row, first - 1, first, stop, first - 1, chance)
             same = torch.rand(len(wanted), generator=self._generator) * wanted < same
         chosen: list[bool] = same.tolist()
@@ -172,13 +171,13 @@ class Evaluator:
     ) -> torch.Tensor:
         """A value of each token from place first up to stop_at, by the logits before it, [n], on the CPU.
 
-        held: tokens that the model's row holds. what: of logits [n, vocab] and the place of the first token that follows.
-        Some of the held tokens are processed again, so that passes have few sizes: a new size takes longer. None before
-        place `least` is: others may share the prompt's keys and values, and their outputs depend on the target's.
+        held: tokens in the model's row. what: function of logits [n, vocab] and the place of the first token after them.
+        Some tokens are processed again, so that passes have few sizes: a new size takes longer. None before place `least`:
+        other outputs may share the prompt's keys and values.
         """
         end, found, started, num_fed = stop_at - 1, [], time.perf_counter(), stop_at - 1 - held
         while held < end:
-            alone = held < first - 1 and end - held > self._chunk  # what the model lacks before them
+            alone = held < first - 1 and end - held > self._chunk  # catching up before them
             stop = min(first - 1, held + self._prefill_chunk) if alone else min(end, held + self._chunk)
             begin = min(held, max(least, stop - rounded_up(stop - held)))
             num_wanted = max(0, stop - max(held, first - 1))
@@ -196,16 +195,16 @@ class Evaluator:
 
 
 def can_evaluate(row: SequenceState) -> bool:
-    """True if it chose its tokens independently of each other's places, at the table's arms."""
+    """True if the output ran under the table's arms, without edits or a grammar, and is neither short nor long."""
     usual = row.may_use_ngrams and not row.sampling.looks_back
     return usual and row.row >= 0 and row.num_output_tokens > MIN_TOKENS and len(row.tokens) <= MAX_TOKENS
 
 
 def _is_determined(row: SequenceState) -> bool:
-    """True if its tokens follow from their logits: it is greedy, or has a seed."""
+    """True if its tokens are a function of the logits: greedy, or with a seed."""
     return row.sampling.key is not None or row.sampling.temperature == 0
 
 
 def rounded_up(num_tokens: int) -> int:
-    """To the sizes of passes."""
+    """The number rounded up to a size of passes."""
     return -(-num_tokens // SIZES) * SIZES

@@ -1,4 +1,4 @@
-"""From outputs of the engine to OpenAI's answers: one object, or chunks."""
+"""OpenAI's answers from outputs of the engine: one object, or chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some millisecon
 
 @dataclass(slots=True)
 class Choice:
-    """One output so far. offset: characters of its tokens, each by itself. told_prompt: whether its prompt's ids were."""
+    """An output. offset: characters of its tokens, each decoded alone. told_prompt: True once prompt ids were sent."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Choice:
 
 
 class Answer:
-    """Gathers the outputs of one job. tokenizer: for the text of tokens with log probabilities."""
+    """Answer to one job. tokenizer: for the text of tokens with log probabilities."""
 
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
@@ -48,7 +48,7 @@ class Answer:
     # One object.
 
     def add(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Keep what came."""
+        """Add outputs to the answer."""
         for output in outputs:
             choice = self._choice_of(output)
             choice.token_ids += output.token_ids
@@ -57,11 +57,11 @@ class Answer:
 
     @property
     def is_large(self) -> bool:
-        """True if putting it together may take so long that others should not wait for it."""
+        """True if serialising it may take too long for the event loop."""
         return sum(len(choice.logprobs) for choice in self._choices) > MANY_LOGPROBS
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once everything was added."""
+        """The answer, once all outputs are added."""
         kind = "chat.completion" if self.job.chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
         prompt = self._prompt_once(self._choices[0]) if self.job.chat else {}
@@ -85,7 +85,7 @@ class Answer:
                 yield self._chunk([begun]) | self._prompt_once(self._choices[0])
 
     def chunks(self, outputs: Sequence[SequenceOutput]) -> Iterator[dict[str, Any]]:
-        """One chunk for each choice that has something new."""
+        """One chunk for each choice with new output."""
         groups: dict[int, list[SequenceOutput]] = {}
         for output in outputs:
             groups.setdefault(self._choice_of(output).index, []).append(output)
@@ -94,14 +94,14 @@ class Answer:
             ids = [token for output in group for token in output.token_ids]
             ended = group[-1] if group[-1].finish_reason is not None else None
             if not (text or ended or (ids and (self._wants_logprobs or self.job.body.return_token_ids))):
-                continue  # a character that is not whole yet
+                continue  # an unfinished character
             logprobs = [one for output in group for one in output.logprobs]
             choice = self._choices[index]
             content = {"delta": {"content": text}} if self.job.chat else {"text": text} | self._prompt_once(choice)
             yield self._chunk([self._common(choice, ids, logprobs, ended) | content])
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """The chunk after the last token, if it was asked for."""
+        """The chunk after the last token, if wanted."""
         if self._usage_at_end or self.job.body.include_metrics:
             usage = {"usage": self.usage()} if self._usage_at_end else {}
             yield self._chunk([]) | usage | self._metrics()
@@ -133,7 +133,7 @@ class Answer:
     def _common(
         self, choice: Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], last: SequenceOutput | None
     ) -> dict[str, Any]:
-        """Fields of a choice that are the same for completions and chats. last: its last output, if it has ended."""
+        """Fields of a choice common to completions and chats. last: its last output, if it has ended."""
         reason = last.finish_reason if last is not None else None
         fields: dict[str, Any] = {
             "index": choice.index,
@@ -146,14 +146,14 @@ class Answer:
         return fields
 
     def _prompt_once(self, choice: Choice) -> dict[str, Any]:
-        """The ids of the choice's prompt, if they were asked for and not told yet. A chat tells its first choice's, once."""
+        """The ids of the choice's prompt, if wanted and not sent yet; in a chat once, for the first choice."""
         if choice.told_prompt or not self.job.body.return_token_ids:
             return {}
         choice.told_prompt = True
         return {"prompt_token_ids": list(self.job.requests[choice.index // self.job.n].prompt_ids)}
 
     def _stop_reason(self, last: SequenceOutput) -> int | str | None:
-        """The stop string or stop token that ended it; nothing for the model's own end token, as in vLLM."""
+        """The stop string or stop token that ended it; None for the model's end token, as in vLLM."""
         stop = last.matched_stop
         asked_for = self.job.requests[0].sampling.stop_token_ids
         return stop if isinstance(stop, str) or stop in asked_for else None

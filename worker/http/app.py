@@ -1,4 +1,4 @@
-"""The routes: each turns a body into a job, or answers at once."""
+"""Routes: each turns a body into a job, or answers at once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from speclen.worker.http.translate import Job, chat_job, completion_job
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
-# What an answer still asks of the body when its job has been made.
+# Fields of the body that the answer needs once its job is made.
 NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
-MANY_TOKENS = 5000  # that are told: more than a millisecond
+MANY_TOKENS = 5000  # in an answer: more than a millisecond
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -47,8 +47,8 @@ SEVERAL_WORKERS = (
 class Front:
     """The state behind the routes. model: the name that clients use. page: registry of the metrics page.
 
-    None where several workers answer at one address, since their counters would mix in one series. healthy: whether the
-    worker can serve. chat_template: in place of the tokenizer's own, if given.
+    None where several workers share an address, since their counters would mix. healthy: True while the worker can serve.
+    chat_template: replaces the tokenizer's, if given.
     """
 
     engine: AsyncEngine
@@ -68,7 +68,7 @@ def front_of(config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry 
 
 def create_app(front: Front) -> FastAPI:
     """The application, without the guard that belongs before it."""
-    # Neither of the pages that show the schema: they load scripts from elsewhere.
+    # Without the pages that show the schema: they load scripts from elsewhere.
     app = FastAPI(title="speclen", version=front.version, description=DESCRIPTION, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_generation(app, front)
@@ -82,7 +82,7 @@ def create_app(front: Front) -> FastAPI:
 
 
 def add_head(app: FastAPI) -> None:
-    """Answer HEAD wherever GET is, as probes and proxies ask; not described beside it in the schema."""
+    """Answer HEAD on all GET routes, for probes and proxies; not in the schema."""
     for route in app.routes:
         methods = getattr(route, "methods", None) or set()
         if "GET" in methods:
@@ -177,7 +177,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
     @app.get("/health", responses=errors(empty=True), response_class=Response)
     async def health() -> Response:
         if not front.healthy():
-            # Not raised: a probe is no request that is refused.
+            # Not raised: a probe does not count as a refused request.
             return error_response(ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy"))
         return Response()
 
@@ -201,11 +201,11 @@ def caller_of(request: Request) -> str:
 
 
 def forget(request: Request, body: Sampling) -> None:
-    """Let go of all that a body said and that its answer does not need.
+    """Release the parts of a body that its answer does not need.
 
-    A request may wait, and be answered, for long, and objects take up to thirty times the bytes that bodies are bounded by.
+    A request may take long, and parsed bodies take up to thirty times their bytes.
     """
-    for name in ("_body", "_json"):  # where Starlette keeps what it has read
+    for name in ("_body", "_json"):  # Starlette's caches of the body
         request.__dict__.pop(name, None)
     for name in set(type(body).model_fields) - NEEDED:
         body.__dict__[name] = None
@@ -225,7 +225,7 @@ def unknown_model(name: str, front: Front) -> ApiError:
 
 
 async def refusing(answer: Awaitable[Response], body: Body, engine: AsyncEngine, caller: str) -> Response:
-    """The answer, or the error that it raised, with the field that it is about."""
+    """The answer, or its error with the field."""
     try:
         return await answer
     except (ApiError, ValueError, QueueFullError) as error:
@@ -233,7 +233,7 @@ async def refusing(answer: Awaitable[Response], body: Body, engine: AsyncEngine,
 
 
 def counted(front: Front, make_error: Callable[[Request, Any], ApiError]) -> Callable[..., Awaitable[Response]]:
-    """A handler of errors before a job was made, or outside of it."""
+    """A handler of errors outside of a job, which counts them."""
 
     async def handle(request: Request, error: Exception) -> Response:
         told = make_error(request, error)
@@ -247,18 +247,18 @@ def counted(front: Front, make_error: Callable[[Request, Any], ApiError]) -> Cal
 
 
 def from_invalid_body(request: Request, error: RequestValidationError) -> ApiError:
-    """A body that is no JSON, or not of the right shape: the first thing that is wrong."""
+    """The first error of a body that is malformed JSON or has the wrong shape."""
     complaints = error.errors()
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0]["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    if isinstance(error.body, bytes):  # FastAPI reads a body only where its Content-Type is that of JSON
+    if isinstance(error.body, bytes):  # FastAPI parses a body only with JSON's Content-Type
         return no_json(request.headers.get("content-type"))
     return from_invalid(complaints, error.body)
 
 
 def from_http_error(request: Request, error: HTTPException) -> ApiError:
-    """A path or a method that does not exist."""
+    """The error for an unknown path or method."""
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 

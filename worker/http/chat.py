@@ -1,4 +1,4 @@
-"""Messages to the prompt that the model was trained on, by its chat template."""
+"""Prompts from messages, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def chat_prompt(
     add_prompt: bool,
     extra: dict[str, Any],
 ) -> str:
-    """Text of the prompt. template: in place of the tokenizer's own.
+    """Text of the prompt. template: replaces the tokenizer's.
 
-    Raises ApiError where there is none, or it refuses; QueueFullError when too many wait for theirs.
+    Raises ApiError without a template, or if it refuses; QueueFullError when too many wait.
     """
     tokenizer = engine.admission.encoder.tokenizer
     if template is None and not tokenizer.chat_template:
@@ -41,12 +41,12 @@ async def chat_prompt(
             "no_chat_template",
         )
     conversation = [to_dict(message) for message in messages]
-    # Aside, since a template is a program that runs over everything that was sent.
+    # In a thread, since a template is a program that runs over the whole conversation.
     return await engine.admission.templates.do(caller, render, tokenizer, conversation, template, add_prompt, extra)
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """A message with its content as one text, which most templates expect."""
+    """A message with its content as one string, which most templates expect."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.said for part in content or ())
     return {**(message.model_extra or {}), "role": message.role, "content": text or message.refusal or ""}
@@ -66,7 +66,7 @@ def render(
 def filled(
     tokenizer: Any, template: str | None, add_prompt: bool, extra: dict[str, Any], conversation: Conversation
 ) -> str:
-    """The template's output. Raises ApiError for whatever goes wrong in it: it is a program that came with the model."""
+    """The template's output. Raises ApiError for any error in it: it is a program that came with the model."""
     try:
         return str(
             tokenizer.apply_chat_template(
@@ -80,9 +80,9 @@ def filled(
 
 
 def formed(fill: Fill, conversation: Conversation) -> Conversation:
-    """The conversation as the template reads it: contents are texts, or lists of parts where it leaves out a text.
+    """The conversation in the template's form: contents are strings, or lists of parts where it drops strings.
 
-    Raises ApiError for a message whose text reaches the prompt in neither form.
+    Raises ApiError for a message whose text is in the prompt in neither form.
     """
     lost_as_text = lost(fill, conversation)
     if lost_as_text == set():
@@ -90,7 +90,7 @@ def formed(fill: Fill, conversation: Conversation) -> Conversation:
     in_parts = as_parts(conversation, set(range(len(conversation))) if lost_as_text is None else lost_as_text)
     lost_in_parts = lost(fill, in_parts)
     if lost_as_text is None and lost_in_parts is None:
-        return conversation  # it refuses both, and says why when it is filled in
+        return conversation  # it refuses both; filling it in raises the reason
     left_out = lost_as_text if lost_in_parts is None else lost_in_parts
     if left_out:
         first = min(left_out)
@@ -104,9 +104,9 @@ def formed(fill: Fill, conversation: Conversation) -> Conversation:
 
 
 def lost(fill: Fill, conversation: Conversation) -> set[int] | None:
-    """Indices of messages whose text does not reach the prompt, found with a mark for each text. None: it refuses them.
+    """Indices of messages whose text is not in the prompt, found by a mark for each. None: the template refuses.
 
-    Beside calls of tools many templates leave out the text on purpose.
+    With tool calls many templates drop the text on purpose.
     """
     marked, expected = list(conversation), set()
     for index, message in enumerate(conversation):
@@ -123,7 +123,7 @@ def lost(fill: Fill, conversation: Conversation) -> set[int] | None:
 
 
 def as_parts(conversation: Conversation, which: Set[int]) -> Conversation:
-    """Some of the messages with their text as a list of one part."""
+    """The conversation with the text of some messages as a list of one part."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]} if index in which else message
         for index, message in enumerate(conversation)

@@ -1,4 +1,4 @@
-"""One connection, with bounds on what a client may take its time for."""
+"""One connection, with time and size limits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from speclen.worker.http.guard import MAX_BODY_BYTES
 HEADER_TIMEOUT_S = 10.0  # from the connection, or the first byte of a further request, to the end of the headers
 MAX_HEADER_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 8 * MAX_BODY_BYTES  # a body in chunks of a byte each takes six times its size
-UNREAD_TIMEOUT_S = 30.0  # a client that takes nothing of what waits for it for so long is gone
-MIN_READ_BYTES = 64 * 1024  # taken in that time, it reads
+UNREAD_TIMEOUT_S = 30.0  # a client that reads less than MIN_READ_BYTES in that time is gone
+MIN_READ_BYTES = 64 * 1024
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Closes connections that send headers too slowly, anything without end, or do not read what they asked for.
+    """Connection that closes for slow headers, endless messages, or an unread answer.
 
-    Closing one ends its request, which frees its row. One request at a time: of what a client sends ahead of its answer
-    nothing is taken, and the connection ends with that answer. (Queued requests would keep a connection from being read,
-    and then nobody could see that the client has gone.)
+    Closing it ends its request, which frees the row. One request at a time: pipelined data is ignored, and the connection
+    ends with the current answer. (With queued requests a connection is not read, so that a client's leaving goes unseen.)
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -50,7 +49,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._sent_ahead:
             return
         if self.cycle is not None and self.cycle.response_complete:
-            # Whatever it is ends the wait for a further request. An empty line would begin none, and then nothing waited.
+            # Any data ends keep-alive. An empty line begins no request, and would stop the timers.
             self._expect_headers()
         super().data_received(data)
         self._num_message_bytes += len(data)
@@ -59,7 +58,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES or self._num_message_bytes > MAX_MESSAGE_BYTES:
             self.transport.abort()
 
-    # What the parser finds in the piece of data in which the client is ahead goes nowhere.
+    # Ignore what the parser finds in pipelined data.
 
     def on_message_begin(self) -> None:
         if self._answering:
@@ -74,7 +73,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._sent_ahead and self._headers_due is not None:  # else a trailer, which nobody reads or bounds
+        if not self._sent_ahead and self._headers_due is not None:  # else an unread trailer
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -86,7 +85,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._answering:  # would stand in the middle of the answer
+        if self._answering:  # would corrupt the running answer
             self._ignore_the_rest()
             return
         super().send_400_response(msg)
@@ -116,7 +115,7 @@ class BoundedConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _ignore_the_rest(self) -> None:
-        """Of the connection, which ends with the answer that is under way."""
+        """Ignore further data, and close after the running answer."""
         self._sent_ahead, self.cycle.keep_alive = True, False
 
     def _expect_reading(self) -> None:
@@ -124,7 +123,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._reading_due = self.loop.call_later(self.unread_timeout_s, self._check_reading, waiting)
 
     def _check_reading(self, num_waited: int) -> None:
-        """A large answer takes its time. num_waited: bytes that waited to be read when this was to be looked at."""
+        """Abort if the client has read too little. num_waited: unread bytes at the last check."""
         if num_waited - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
             self.transport.abort()
         else:

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, as OpenAI's API says it: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from speclen.worker.requests.request import RefusedError
 
-INTERNAL = "internal_error"  # code of what nobody expected
-LEAST_RETRY_S = 1  # that a refused client is told to wait
+INTERNAL = "internal_error"  # code of unexpected errors
+LEAST_RETRY_S = 1  # of Retry-After
 
 TYPES = {
     400: "invalid_request_error",
@@ -34,22 +34,21 @@ STATUSES = {
     "draining": 503,
     "engine_failed": 503,
 }
-CODES = {"unauthenticated": "invalid_api_key"}  # that OpenAI's API has, where ours is another word
+CODES = {"unauthenticated": "invalid_api_key"}  # of OpenAI's API, where ours is another word
 
-# What pydantic says of a value that is not of the kind that was expected. Where a field takes several kinds, each of those
-# that were not meant says this.
+# Types of pydantic's errors for a value of the wrong kind: one for each kind that a field takes.
 WRONG_KIND = re.compile(r"\w+_type|literal_error")
 KIND = "Input should be "
-AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds for which pydantic has Python's words
+AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds that pydantic describes in Python's words
 MAX_PART = 40  # characters of a key of the body in an error
 
 Complaint: TypeAlias = Mapping[str, Any]  # one of pydantic's: loc, type, msg
 
 
 class ApiError(ValueError):
-    """An answer that is an error. param: the field of the body it is about. code: for programs.
+    """An error answer. param: field of the body. code: for programs.
 
-    retry_after_s: seconds until the same request is expected to be taken, where the queue is full.
+    retry_after_s: expected seconds until the queue has room for the request.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -71,9 +70,9 @@ class ApiError(ValueError):
 
 
 def from_exception(error: Exception, fields: Any = ()) -> ApiError:
-    """The answer to a request that fails with this error; anything unexpected is a 500 that tells no details.
+    """The answer to a request that fails with this error; unexpected ones become a 500 without details.
 
-    fields: names of the body's fields, one of which the message may begin with.
+    fields: names of the body's fields, with one of which the message may begin.
     """
     if isinstance(error, ApiError):
         return error
@@ -87,10 +86,10 @@ def from_exception(error: Exception, fields: Any = ()) -> ApiError:
 
 
 def from_invalid(complaints: Sequence[Complaint], body: Any) -> ApiError:
-    """The first field of a body that is not of the right shape, and what is wrong with it.
+    """The error for the first wrong field of a body.
 
-    Of a field that takes several kinds, the kind that fits best speaks, or all that fit as little. complaints: at least one,
-    in the order of the fields. body: what they are about.
+    For a field that takes several kinds, the error of the kind that fits best, or of all that fit equally. complaints: at
+    least one, in the order of the fields.
     """
     found = best_fitting(complaints, body)
     place, _ = place_of(found[0], body)
@@ -100,7 +99,7 @@ def from_invalid(complaints: Sequence[Complaint], body: Any) -> ApiError:
 
 
 def best_fitting(complaints: Sequence[Complaint], body: Any) -> list[Complaint]:
-    """The first complaint; where a field of several kinds has it, those of its kinds that came as far as any."""
+    """The first complaint; for a field of several kinds those of the best fitting kinds."""
     _, at = place_of(complaints[0], body)
     if at is None:
         return [complaints[0]]
@@ -114,21 +113,21 @@ def best_fitting(complaints: Sequence[Complaint], body: Any) -> list[Complaint]:
 
 
 def fit(complaint: Complaint, body: Any) -> tuple[list[int], bool]:
-    """How far a kind fits, to be compared: to which item, and whether what is wrong there is more than the kind."""
+    """Fit of a kind, for comparison: the index of the wrong item, and True if its kind is right."""
     place, _ = place_of(complaint, body)
-    if complaint["type"] == "too_long":  # comes instead of any that its items have
+    if complaint["type"] == "too_long":  # replaces the errors of its items
         place = [*place, 0]
     return [part if isinstance(part, int) else 0 for part in place], not WRONG_KIND.fullmatch(complaint["type"])
 
 
 def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | None]:
-    """Place in the body of a wrong value; and the part of `loc`, if any, that is no key but the name of a kind."""
+    """Place of a wrong value in the body, and the index in `loc` of the name of a kind, if any."""
     place: list[str | int] = []
     kind_at, value = None, body
     last = len(complaint["loc"]) - 1
     for at, part in enumerate(complaint["loc"]):
         if at == 0:
-            continue  # FastAPI's, and says that it is the body
+            continue  # FastAPI's "body"
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
             value = value[part]
         elif not (at == last and complaint["type"] == "missing"):
@@ -139,7 +138,7 @@ def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | No
 
 
 def sentence(complaints: Sequence[Complaint]) -> str:
-    """Complaints about one value in one sentence: one of them, or every kind that the value might have been of."""
+    """One sentence for complaints about one value: one of them, or all the kinds that it may be of."""
     told = list(dict.fromkeys(words(one) for one in complaints))
     if all(one.startswith(KIND) for one in told):
         told = [KIND + " or ".join(one.removeprefix(KIND) for one in told)]
@@ -154,21 +153,21 @@ def words(complaint: Complaint) -> str:
 
 
 def no_json(content_type: str | None) -> ApiError:
-    """For a body that is not read since it does not say that it is JSON: any page may make a browser send such a one."""
+    """The error for a body without JSON's Content-Type, which any page can make a browser send."""
     kind = (content_type or "").partition(";")[0][:MAX_PART]
     given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
     return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
 
 
 def encoded(encoding: str) -> ApiError:
-    """For a body that is compressed, which would have to be bounded a second time."""
+    """The error for a compressed body, which would need a second bound."""
     return ApiError(
         415, f"the body has the Content-Encoding {encoding[:MAX_PART]!r}: send it as it is, without that header"
     )
 
 
 def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
-    """In OpenAI's words, which clients look for."""
+    """The error in OpenAI's words, which clients look for."""
     asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
     message = (
         f"This model's maximum context length is {limit} tokens, but the {param} has {num_tokens}{asked}: "
@@ -178,6 +177,6 @@ def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) ->
 
 
 def text_too_long(error: Exception, limit: int, param: str) -> ApiError:
-    """The same, before anybody knows how many tokens it would have."""
+    """The same for a text of which not all is encoded."""
     message = f"This model's maximum context length is {limit} tokens: the {param} is too long ({error})"
     return ApiError(400, message, param, "context_length_exceeded")

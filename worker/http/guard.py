@@ -19,16 +19,16 @@ from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # as over gRPC
-CALLER = "speclen.caller"  # of the scope: whose key it was, nothing where there is one key
+CALLER = "speclen.caller"  # of the scope: holder of the key, "" with a single key
 BODY_TIMEOUT_S = 30.0  # from the headers to the last byte of the body
-MAX_ARRIVING_BYTES = 64 * MAX_BODY_BYTES  # of all bodies that have not arrived entirely
+MAX_ARRIVING_BYTES = 64 * MAX_BODY_BYTES  # of all incomplete bodies
 
 
 class Guard:
-    """Answers 401, 408, 413 and 415 itself; what reaches the routes has proved itself and holds its whole body.
+    """Middleware that answers 401, 408, 413 and 415: routes only get authorised requests with whole bodies.
 
-    keyring: of keys, one of which `Authorization: Bearer KEY` must carry on every path; None: anybody may call. Where there
-    are several, the scope says whose it was. refuse: called with every error that is answered.
+    keyring: of keys for `Authorization: Bearer KEY` on every path; None: no key is needed. With several keys the scope names
+    the holder. refuse: called with every error that is answered.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Guard:
         self._keyring = keyring
         self._body_timeout_s = body_timeout_s
         self._refuse = refuse
-        self._num_arriving = 0  # bytes of bodies that are not here entirely
+        self._num_arriving = 0  # bytes of incomplete bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +55,7 @@ class Guard:
         except (ApiError, OverloadedError, UnauthenticatedError) as error:
             self._refuse(error)
             response = error_response(from_exception(error))
-            response.headers["Connection"] = "close"  # what else it sends is not read
+            response.headers["Connection"] = "close"  # the rest is not read
             await response(scope, receive, send)
             return
         if body is not None:
@@ -73,7 +73,7 @@ class Guard:
         scope[CALLER] = caller
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None when the client has gone. Raises ApiError for one too large or too slow."""
+        """The whole body; None if the client has gone. Raises ApiError for a body too large or too slow."""
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if any(len(value) > 18 or int(value) > MAX_BODY_BYTES for value in lengths):
             raise too_large()
@@ -101,7 +101,7 @@ class Guard:
 
 
 def check_encoding(scope: Scope) -> None:
-    """Raises ApiError for a body that is not sent as it is."""
+    """Raises ApiError for an encoded body."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise encoded(value.decode("latin-1"))
@@ -112,7 +112,7 @@ def too_large() -> ApiError:
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:
-    """`receive` as if the body had just come, in one piece."""
+    """`receive` that returns the body in one piece first."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def first_the_body() -> Message:
@@ -139,7 +139,7 @@ class JsonRequest(Request):
 
 
 def from_json(body: bytes) -> Any:
-    """The value. Raises JSONDecodeError, whose msg is the reason, for whatever cannot be read."""
+    """The parsed value. Raises JSONDecodeError, with the reason as msg, for all malformed JSON."""
     try:
         return json.loads(body, parse_constant=not_a_number, parse_float=finite)
     except UnicodeDecodeError as error:
@@ -157,7 +157,7 @@ def not_a_number(name: str) -> NoReturn:
 
 
 def finite(digits: str) -> float:
-    """A number with a fraction or an exponent. Raises JSONDecodeError for one that becomes infinite."""
+    """A number with a fraction or an exponent. Raises JSONDecodeError if it overflows."""
     value = float(digits)
     if math.isinf(value):
         raise json.JSONDecodeError(f"the number {digits[:20]} is too large", "", 0)

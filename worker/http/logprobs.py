@@ -18,7 +18,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Parallel lists, one entry a token. offset: characters of the output before the first of them.
 
-    As in vLLM, a token's text is what it stands for by itself, and offsets add these up.
+    As in vLLM, tokens are decoded one by one, and offsets are sums of their lengths.
     """
     tokens = [decode([token]) for token in ids]
     offsets, at = [], offset
@@ -34,7 +34,7 @@ def completion_logprobs(
 
 
 def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
-    """Tokens that are the same text, such as parts of characters, share an entry: the chosen one's, or the likeliest."""
+    """Log probabilities by text. Tokens of one text share an entry: the chosen token's, or the likeliest."""
     entries = {token: finite(one.logprob)}
     for other, logprob in pairs(one):
         entries.setdefault(decode([other]), finite(logprob))
@@ -44,7 +44,7 @@ def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
 def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """token_bytes: of a token that is a part of a character; a client puts the bytes of several together."""
+    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])

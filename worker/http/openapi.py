@@ -1,4 +1,4 @@
-"""Additions to the schema at /openapi.json that do not follow from the code."""
+"""Additions to the schema at /openapi.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATUSES = {
 
 
 def errors(*kinds: str, empty: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Documentation of a route's answers. kinds: media types of the good one, JSON by default. empty: it has no body."""
+    """Documentation of a route's answers. kinds: media types of success, JSON by default. empty: without a body."""
     content: dict[str, Any] = {} if empty else {kind: {} for kind in kinds or ("application/json",)}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     schema = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
@@ -46,7 +46,7 @@ def errors(*kinds: str, empty: bool = False) -> dict[int | str, dict[str, Any]]:
 
 
 def describe(app: FastAPI) -> None:
-    """Leave out FastAPI's own shape of errors, which is not used, and add ours."""
+    """Replace FastAPI's shape of errors by ours."""
     schema = app.openapi()
     for path in schema["paths"].values():
         for operation in path.values():

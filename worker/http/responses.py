@@ -1,4 +1,4 @@
-"""Runs a job while its answer goes out, and ends it when the client goes away."""
+"""Responses: run a job while its answer is sent, and end it when the client leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would gather the events
 ]
-QUEUE_FULL = 429  # the status that says when to come back
+QUEUE_FULL = 429  # the status with Retry-After
 DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 2**16
 LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -38,8 +38,8 @@ LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 class JobResponse(Response):
     """The answer to a completion or a chat, whole or streamed.
 
-    A refused job is answered with a status; what goes wrong after a stream has begun is told on a `data:` line. make_answer:
-    turns the body into a job and an empty answer; what it raises is answered, too.
+    A refused job is answered with a status; an error after a stream has begun is a `data:` line. make_answer: turns the body
+    into a job and an empty answer; its errors are answered, too.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class JobResponse(Response):
             yield answer, outputs
 
     async def _whole(self, send: Send) -> None:
-        """A drain waits until the answer has gone out."""
+        """Send the whole answer, for which a drain waits."""
         async with contextlib.AsyncExitStack() as opened:
             try:
                 stream = await opened.enter_async_context(self._engine.open(uuid.uuid4().hex, until_end=True))
@@ -111,7 +111,7 @@ class JobResponse(Response):
 
 
 def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> ApiError:
-    """The answer to a request that ends with the error, which is counted."""
+    """The answer to a request that fails; counts the error."""
     engine.metrics.refuse(error)
     told = from_exception(error, type(body).model_fields)
     if told.status == QUEUE_FULL:
@@ -127,20 +127,20 @@ def origin_of(scope: Scope, body: Sampling) -> Origin:
 
 
 async def send_events(send: Send, objects: Iterable[Any]) -> None:
-    """Server-sent events, all that there are in one write."""
+    """Send events, all in one write."""
     body = b"".join(b"data: %b\n\n" % to_json(one) for one in objects)
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def to_json(content: Any) -> bytes:
-    """One line for every reader of lines, also one that takes Unicode's ends of lines for such.
+    """JSON in one line, also for readers that split at Unicode's line ends.
 
-    Raises ArithmeticError for NaN and infinity, which JSON has not.
+    Raises ArithmeticError for NaN and infinity.
     """
     try:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:  # which would be the caller's
+    except ValueError as error:  # would count as the caller's
         raise ArithmeticError(f"an answer holds a number that JSON has not: {error}") from error
     for end, escaped in LINE_ENDS.items():
         text = text.replace(end, escaped)
@@ -153,8 +153,9 @@ class ResponseInPieces(Response):
 
 
 async def send_whole(send: Send, response: Response) -> None:
-    """In pieces, each of which waits until most of those before it were taken: over TLS one write is taken at once, however
-    large, and then nobody would know that it is still being read.
+    """Send a response in pieces, each after most of those before it were read.
+
+    Over TLS one large write is accepted at once, and then a slow reader cannot be detected.
     """
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     body = bytes(response.body)
@@ -176,7 +177,7 @@ def whole(answer: Answer) -> Response:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run the work; end it when the client goes away. Its body must have been read."""
+    """Run the work; cancel it when the client leaves. Its body must have been read."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(receive))
     try:

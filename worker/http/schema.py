@@ -1,4 +1,4 @@
-"""Requests as OpenAI's API has them, with the fields that vLLM adds. Ranges that need the model are checked by the engine.
+"""Requests of OpenAI's API, with the fields that vLLM adds. The engine checks ranges that depend on the model.
 
 Unknown fields are ignored, as in vLLM. Fields that are known but cannot be served are refused instead: see `UNSUPPORTED`.
 """
@@ -16,7 +16,7 @@ MAX_PARTS = 1024  # of a message's content
 MAX_MESSAGES = 4096
 MAX_COUNT = 2**31 - 1
 
-# Lists end at their first fault: one of millions of wrong items would become as many complaints.
+# Lists fail at their first error: millions of wrong items would give as many complaints.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(fail_fast=True)]
 Prompt: TypeAlias = (
     str
@@ -29,7 +29,7 @@ Positive: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class Body(BaseModel):
-    """Types are taken strictly: "1" is no number."""
+    """Strict types: "1" is no number."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -108,7 +108,7 @@ class Sampling(Body):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _has_few_entries(cls, bias: Any) -> Any:
-        """Before each of them is looked at."""
+        """Check the length before the entries are read."""
         if isinstance(bias, dict) and len(bias) > MAX_ENTRIES:
             raise ValueError(f"it has {len(bias)} entries; at most {MAX_ENTRIES} are allowed")
         return bias
@@ -182,7 +182,7 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-# Fields of OpenAI's API and vLLM's that would change the answer and are not served: the values that ask for nothing.
+# Fields of OpenAI's API and vLLM's that change the answer and are not supported: their neutral values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
@@ -209,7 +209,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
-# What to write instead, where there is something.
+# Alternatives, where there are any.
 INSTEAD = {
     "guided_choice": 'write structured_outputs: {"choice": …} instead',
     "guided_grammar": 'write structured_outputs: {"grammar": …} instead',

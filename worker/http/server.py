@@ -23,7 +23,7 @@ from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1.0  # that connections have when the server stops, if the worker has not failed
-UNREAD_GRACE_S = 1.0  # between the end of a request that nobody reads and that of its connection
+UNREAD_GRACE_S = 1.0  # between the end of an unread request and that of its connection
 BACKLOG = 2048
 KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
 
@@ -57,7 +57,7 @@ def listen(address: str) -> socket.socket:
     """A socket bound to HOST:PORT. Raises OSError when it is taken, ValueError for no address."""
     host, port = split_address("--http-listen", address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named since asyncio switches Nagle's algorithm off only then: it would hold chunks back for 40 ms.
+    # With a named protocol asyncio switches Nagle's algorithm off, which would delay chunks by 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,7 +79,7 @@ def make_server(
 ) -> HttpServer:
     """A server with key and certificates as configured. Raises ValueError when they cannot be read.
 
-    refuse: called with the error of every request that does not come to the app.
+    refuse: called with the error of every request that the guard refuses.
     """
     longest_s = unread_timeout_s + UNREAD_GRACE_S
 
@@ -139,12 +139,12 @@ async def serving(
         server.should_exit = True
         if not (await asyncio.wait([task], timeout=grace_s))[0]:
             for connection in list(server.server_state.connections):
-                connection.transport.abort()  # ends its request; uvicorn would cancel that, and log a traceback
+                connection.transport.abort()  # ends its request; uvicorn would cancel it and log a traceback
         await task
 
 
 def allow_many_files() -> None:
-    """Every connection is a file, and the usual soft limit of 1,024 is less than may come."""
+    """Raise the soft limit of open files, usually 1,024, for the largest number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + 1024 if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS + 1024)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -10,9 +10,9 @@ from speclen.worker.requests.request import SequenceOutput
 
 @dataclass(slots=True)
 class SpeculationStatistics:
-    """Of all sequences of a request. accepted[j]: steps in which exactly j draft tokens were accepted and kept.
+    """Counts over all sequences of a request. accepted[j]: steps that accepted and kept exactly j draft tokens.
 
-    Steps in which nothing was drafted are no speculative steps. num_spec_tokens: the longest draft of a step.
+    Steps without a draft do not count. num_spec_tokens: the longest draft of a step.
     """
 
     accepted: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class SpeculationStatistics:
     _last: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def saw(self, output: SequenceOutput) -> None:
-        """Take note of every output, in order: each is of one step, and its totals have grown by that step."""
+        """Count every output, in order: each is one step, by which its totals grew."""
         key = output.request_id, output.index
         drafted_before, accepted_before = self._last.get(key, (0, 0))
         self._last[key] = output.num_draft_tokens, output.num_accepted_tokens

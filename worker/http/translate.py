@@ -1,4 +1,4 @@
-"""From the body of a request to requests of the engine."""
+"""Requests of the engine from the body of an HTTP request."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Any
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, text_too_long, too_long
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
-from speclen.worker.requests.request import (
-    ANY_OBJECT,
-    GenerationRequest,
-    SamplingParams,
-    StructuredOutput,
-    TextTooLongError,
-)
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
 from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, num_answer_logprobs
 from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One HTTP request on its way. requests: one for each prompt; the choices of a prompt follow one another."""
+    """One HTTP request. requests: one for each prompt; the choices of a prompt follow one another."""
 
     id: str
     body: Sampling
@@ -54,7 +49,7 @@ async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: s
 
 
 async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
-    """template: in place of the tokenizer's own. Raises as `completion_job`."""
+    """Job of a chat. template: replaces the tokenizer's. Raises as `completion_job`."""
     check_supported(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -69,7 +64,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
 
 
 async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
-    """The job with what its outputs must be, if it says so. Raises ApiError, ValueError or QueueFullError."""
+    """The job with its grammar, if any. Raises ApiError, ValueError or QueueFullError."""
     wanted = structured_output(job.body)
     if wanted is None:
         return job
@@ -78,7 +73,7 @@ async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
-    """None for any output. Raises ApiError for a body that says two things, or says nothing where it should."""
+    """None for any output. Raises ApiError for two constraints, or an empty one."""
     asked = from_response_format(body) + from_structured_outputs(body)
     if len(asked) > 1:
         names = " and ".join(one.field for one in asked)
@@ -121,7 +116,7 @@ def from_structured_outputs(body: Sampling) -> list[StructuredOutput]:
 
 
 def check_supported(body: Sampling) -> None:
-    """Raises ApiError for fields that would change the answer and are not served, and options of a stream that is none."""
+    """Raises ApiError for unsupported fields, and for options of a stream without one."""
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     for name, value in (body.model_extra or {}).items():
@@ -131,7 +126,7 @@ def check_supported(body: Sampling) -> None:
 
 
 async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) -> list[list[int]]:
-    """Token ids of every prompt; text is encoded."""
+    """Token ids of every prompt."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
         prompt = [prompt]
@@ -142,7 +137,7 @@ async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) 
 
 
 async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, caller: str, param: str) -> list[int]:
-    """Token ids. param: the field that the text is from. Raises ApiError, ValueError or QueueFullError."""
+    """Token ids. param: field of the text. Raises ApiError, ValueError or QueueFullError."""
     try:
         return await engine.admission.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
     except TextTooLongError as error:
@@ -158,7 +153,7 @@ def make_job(
     engine: AsyncEngine,
     param: str,
 ) -> Job:
-    """max_tokens None: whatever the context and the answer hold."""
+    """A job. max_tokens None: as many as the context and the answer hold."""
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     requests = []
     for index, ids in enumerate(prompts):
@@ -172,13 +167,13 @@ def make_job(
 
 
 def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
-    """Tokens of a choice where nobody says: as the context has room for, and no more than `check_size` lets through."""
+    """Default tokens of a choice: the room in the context, at most what `check_size` allows."""
     entries = (body.n or 1) * (logprobs or 0)
     return room if body.stream or not entries else min(room, MAX_ANSWER_LOGPROBS // entries)
 
 
 def check_size(body: Sampling, requests: list[GenerationRequest], max_context_length: int) -> None:
-    """Raises ApiError for an answer that would be too large to be put together at once."""
+    """Raises ApiError for a whole answer that would be too large."""
     entries = sum(num_answer_logprobs(one, max_context_length) for one in requests)
     if entries > MAX_ANSWER_LOGPROBS and not body.stream:
         most = MAX_ANSWER_LOGPROBS
@@ -193,7 +188,7 @@ def fixed_length(body: Sampling) -> int | None:
 
 
 def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """null and absent mean the same: the default."""
+    """Sampling parameters; null and absent fields mean the default."""
     given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return SamplingParams(
@@ -208,7 +203,7 @@ def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> Sampli
     )
 
 
-# Fields that the engine calls the same.
+# Fields of the same name in the engine.
 SAME = (
     "n",
     "seed",

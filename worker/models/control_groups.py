@@ -1,4 +1,4 @@
-"""Limits of this process's control groups (version 2): those of a container, a pod or a service."""
+"""Limits of this process's control groups (version 2), as set for a container, a pod or a service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def lines_of(path: str | Path) -> list[str]:
-    """Lines of a file that the kernel keeps; none where there is no such file."""
+    """Lines of a file of the kernel; none if it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.readlines()
@@ -17,17 +17,17 @@ def lines_of(path: str | Path) -> list[str]:
 
 
 def free_bytes() -> list[int]:
-    """Memory that each group with a limit still has for it."""
+    """Memory left in each group with a limit."""
     return [free for folder in _folders() if (free := _free_of(folder)) is not None]
 
 
 def cores() -> float:
-    """Cores that it may keep busy, on average, by the tightest of the groups' quotas; infinite without one."""
+    """Cores of the tightest of the groups' quotas; infinite without one."""
     return min((cores for folder in _folders() if (cores := _cores_of(folder)) is not None), default=float("inf"))
 
 
 def _folders() -> list[Path]:
-    """Of the group of the process and of all above it."""
+    """Folders of the process's group and of all above it."""
     path = next((line.strip()[3:] for line in lines_of("/proc/self/cgroup") if line.startswith("0::")), None)
     if path is None:
         return []
@@ -36,7 +36,7 @@ def _folders() -> list[Path]:
 
 
 def _free_of(folder: Path) -> int | None:
-    """The limit less what is used, caches of files not counted, since those make room; None without a limit."""
+    """The limit minus used memory, without file caches, which can be evicted; None without a limit."""
     try:
         most, used = int(lines_of(folder / "memory.max")[0]), int(lines_of(folder / "memory.current")[0])
     except (IndexError, ValueError):  # no such file, or "max"
@@ -46,7 +46,7 @@ def _free_of(folder: Path) -> int | None:
 
 
 def _cores_of(folder: Path) -> float | None:
-    """Of "400000 100000", microseconds of all threads in a period; None for "max 100000" and for no such file."""
+    """Quota over period, as in "400000 100000"; None for "max 100000" and without the file."""
     try:
         quota, period = map(int, lines_of(folder / "cpu.max")[0].split())
         return quota / period

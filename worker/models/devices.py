@@ -1,4 +1,4 @@
-"""Names of devices, as people say them."""
+"""Names of devices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def device_name(device: torch.device) -> str:
-    """Kind of device as people say it, for example "cuda:NVIDIA H200" or "cpu:AMD EPYC x2"."""
+    """Kind of device, for example "cuda:NVIDIA H200" or "cpu:AMD EPYC x2"."""
     if device.type == "cuda":
-        import torch  # only here: vLLM's processes ask for the processor's name alone
+        import torch  # only here: vLLM's processes only need the processor's name
 
         return f"cuda:{torch.cuda.get_device_name(device)}"
     return f"cpu:{processor_name()} x{os.cpu_count()}"
 
 
 def processor_name() -> str:
-    """Name of the processor as the kernel gives it; the architecture where it gives none."""
+    """Name of the processor; without one, its architecture."""
     facts = _processor_facts()
     if not facts:
         return platform.processor() or platform.machine()
@@ -29,8 +29,9 @@ def processor_name() -> str:
 
 
 def processor_model() -> str:
-    """For example "family 26 model 2", "" where the kernel tells none: virtual machines give several generations of
-    processors one name, and one of them is twice as fast as another.
+    """For example "family 26 model 2", "" if unknown.
+
+    Virtual machines give several generations of processors one name, and one of them is twice as fast as another.
     """
     facts = _processor_facts()
     if "cpu family" not in facts or "model" not in facts:
@@ -39,10 +40,10 @@ def processor_model() -> str:
 
 
 def _processor_facts() -> dict[str, str]:
-    """The kernel's facts about the first processor, by name; empty where it gives none."""
+    """Entries of /proc/cpuinfo for the first processor; empty without the file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return {}
-    # From the last one to the first, whose facts are to stay.
+    # Reversed, so that the first processor's entries win.
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}

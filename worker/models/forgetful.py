@@ -1,15 +1,14 @@
-"""Families whose layers do not hand the engine's arguments on to their attention."""
+"""Families whose layers do not pass further arguments to their attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Layers that are given further arguments for their attention, and do not hand them on.
 FORGETFUL_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 
 
 def hand_on_arguments(model: Any) -> None:
-    """Let forgetful layers hand on what their attention is to be given besides transformers' own arguments."""
+    """Hook forgetful layers, so that they pass the engine's arguments to their attention."""
     for layer in model.modules():
         if type(layer).__name__ in FORGETFUL_LAYERS and not layer._forward_pre_hooks:
             layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)

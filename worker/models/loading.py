@@ -1,7 +1,7 @@
-"""Loads a target and a draft that fit together, or says in one sentence why they do not.
+"""Loading of a target and a draft that fit together.
 
-Only safetensors are read and no code of a checkpoint runs. Whether the engine can run a family exactly is checked where
-the engine is built; only what can never work is refused here.
+Only safetensors are read, and no code of a checkpoint runs. The engine checks later that it runs a family exactly; only
+models that can never work are refused here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speclen.worker.models.naming import ModelError
-from speclen.worker.models.quantize import WEIGHTS, round_weights
+from speclen.worker.models.naming import DTYPES, WEIGHTS, ModelError
+from speclen.worker.models.quantize import round_weights
 from speclen.worker.models.source import (
     ModelSource,
     locate,
@@ -29,10 +29,9 @@ from speclen.worker.models.widen import widen
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
 CPU_FLOAT32_PARAMETERS = 20_000_000
-# Text whose encodings are compared when two tokenizers have the same vocabulary: words, code, digits, other scripts.
+# Text on which tokenizers of one vocabulary are compared: words, code, digits, other scripts.
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
 # Tensors of older checkpoints that hold no weights: angles of rotary embeddings and causal masks.
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.\w+|(attn|attention)\.(bias|masked_bias))$")
@@ -41,7 +40,7 @@ NUM_NAMED = 3  # of many tensors in an error
 
 @dataclass(slots=True)
 class ModelPair:
-    """A target and the draft that proposes for it, in eval mode on one device and in one dtype.
+    """A target and its draft model, in eval mode on one device and in one dtype.
 
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
@@ -69,8 +68,8 @@ def load_pair(
     """Load both models; `draft` None, "" or "none" loads the target alone.
 
     device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
-    weights: "full", or "int8": both models are rounded, and are other models from then on.
-    Raises ModelError when a model cannot be read, cannot be run by a cache of keys and values, or the two do not fit.
+    weights: "full", or "int8": both models are rounded, which makes them other models.
+    Raises ModelError when a model cannot be read or served, or the two do not fit.
     """
     if weights not in WEIGHTS:
         raise ModelError(f"--weights {weights!r} is not known; use {' or '.join(WEIGHTS)}")
@@ -107,7 +106,7 @@ def load_pair(
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, by any name that load_pair takes, without its weights. Raises ModelError."""
+    """The tokenizer of a model, by any name for load_pair. Raises ModelError."""
     return _load_tokenizer(locate(name))
 
 
@@ -131,15 +130,15 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torch.dtype:
-    """The dtype of both models. "auto": what runs fastest without losing the model's quality.
+    """The dtype of both models. "auto": the fastest one that keeps the model's quality.
 
     CUDA: bfloat16 where the GPU computes in it, else float16. CPU: bfloat16 for targets of 20 million parameters and
     more where the CPU has bfloat16 dot products (decoding then reads half the bytes), else float32.
     """
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
-        return DTYPES[dtype]
+            raise ModelError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
+        return getattr(torch, dtype)
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
@@ -156,12 +155,12 @@ def cpu_has_bfloat16() -> bool:
 def _load_tokenizer(source: ModelSource) -> Any:
     with reading(source.name, "its tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts that another version wrote fail only in use
+        tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts of another version fail only in use
         return tokenizer
 
 
 def _check_same_tokenizer(sources: list[ModelSource], tokenizers: list[Any]) -> None:
-    """Speculation compares token ids, so both models must mean the same text by them."""
+    """Raises ModelError unless token ids mean the same text to both models."""
     target, draft = (tokenizer.get_vocab() for tokenizer in tokenizers)
     names = f"target {sources[0].name} and draft {sources[1].name}"
     if target != draft:
@@ -205,7 +204,7 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def unused_weights(names: Iterable[str]) -> list[str]:
-    """Tensors of a checkpoint, left over by its model, without which the model is another one; sorted."""
+    """Weights of a checkpoint that its model does not use, sorted."""
     return sorted(name for name in names if not NO_WEIGHTS.search(name))
 
 
@@ -225,8 +224,8 @@ def _draft_context(target: ModelSource, draft: ModelSource) -> int | None:
 def _match_vocabulary(draft: Any, vocab_size: int) -> None:
     """Give the draft as many logits as the target.
 
-    Published checkpoints of one family pad the same vocabulary to different sizes. Added rows copy the last one, which
-    is such padding itself, so that the draft does not propose them.
+    Checkpoints of one family pad the same vocabulary to different sizes. Added rows copy the last one, which is padding
+    itself, so that the draft does not propose them.
     """
     old_size = draft.get_output_embeddings().weight.shape[0]
     if old_size == vocab_size:

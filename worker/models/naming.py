@@ -1,4 +1,4 @@
-"""Names of models and the places they stand for. Knows no torch, so that a wrong name is told at once.
+"""Names of models and their places. Without torch, so that errors come at once.
 
 A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
 Llama-style model may be widened by a shape behind its name, see `widen`.
@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+BACKENDS = ("auto", "torch", "openvino")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("full", "int8")
 KEYS = ("hidden", "layers", "heads", "ffn")
 
 
@@ -56,14 +59,14 @@ AUTO = "auto"
 
 
 def draft_of(target: str, draft: str) -> str:
-    """The draft model: what AUTO means with this target, the bundled one with a bundled target, none ("") with others."""
+    """The draft model; AUTO is the bundled one with a bundled target, none ("") with others."""
     if draft != AUTO:
         return draft
     return "bundled:draft" if target.startswith("bundled:") else ""
 
 
 def check_names(target: str, draft: str) -> None:
-    """Raises ModelError for a target or a draft whose name can lead nowhere; a draft may be "", "none" or AUTO."""
+    """Raises ModelError for names without a model; a draft may be "", "none" or AUTO."""
     find_place(target)
     draft = draft_of(target, draft)
     if draft not in ("", "none"):
@@ -75,7 +78,7 @@ def find_place(name: str) -> tuple[str, Shape | None]:
     if not name.startswith("bundled:"):
         place, shape = _split_shape(name)
         if place.startswith("~"):
-            place = str(Path(place).expanduser())  # which no shell does behind "=", nor in a file of settings
+            place = str(Path(place).expanduser())  # as no shell does behind "="
         _check_place(name, place)
         return place, shape
     base, shape = _bundled(name)

@@ -1,8 +1,8 @@
-"""Rounds the weights of a model to 8 bits, in place: whoever runs it afterwards runs the rounded model.
+"""Rounding of a model's weights to 8 bits, in place.
 
-A weight is a whole number from -127 to 127 times a scale, of which every output has one: symmetric rounding per channel, as
-8-bit compression of weights alone does it everywhere (LLM.int8() without its outliers, arXiv 2208.07339; nncf's
-INT8_SYM). Activations, keys and values stay as they were, so rows stay independent of one another.
+A weight is a whole number from -127 to 127 times the scale of its output: symmetric rounding per channel, as usual for
+weight-only compression (LLM.int8() without its outliers, arXiv 2208.07339; nncf's INT8_SYM). Activations, keys and values
+are not rounded, so rows stay independent of one another.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-WEIGHTS = ("full", "int8")
 LARGEST = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A matrix as int8 `values` times float32 `scales`, which have one element an output and else the size 1."""
+    """A matrix as int8 `values` times float32 `scales`, one per output."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -41,9 +40,9 @@ def int8_of(weight: torch.Tensor) -> Int8Weight | None:
 
 @torch.no_grad()
 def round_weights(model: Any) -> None:
-    """Round every linear layer's weight, which keeps its dtype and knows its whole numbers from then on.
+    """Round every linear layer's weight, which keeps its dtype and gets its integers as an attribute.
 
-    A table of embeddings stays as it is, unless it makes the logits as well.
+    Embeddings are not rounded, unless tied to the output layer.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and int8_of(module.weight) is None:

@@ -1,6 +1,6 @@
-"""Location, configuration and suitability of a model; nothing of its weights.
+"""Location, configuration and suitability of a model, without its weights.
 
-`reading` is the boundary around files that others wrote: whatever reading them raises is one sentence for the user.
+`reading` is the boundary around a model's files: any error in it becomes one sentence for the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from speclen.worker.models.naming import ModelError, Shape, find_place
 from speclen.worker.models.widen import count_parameters
 
-# Families whose attention goes through transformers' AttentionInterface, although their classes do not say so.
+# Families that use transformers' AttentionInterface, although their classes do not declare it.
 UNDECLARED = {"biogpt", "stablelm"}
 
 
@@ -30,7 +30,7 @@ UNDECLARED = {"biogpt", "stablelm"}
 class ModelSource:
     """Location of a named model: its directory or hub id, its configuration, and the shape it is to be widened to.
 
-    text_config: of the language model alone, where others stand beside it; else config itself.
+    text_config: of the language model in a multimodal one; else config itself.
     """
 
     name: str
@@ -68,7 +68,7 @@ def locate(name: str) -> ModelSource:
 
 
 def read_generation_config(source: ModelSource) -> Any:
-    """Defaults for generation, of which the end tokens matter here; taken from config.json where they have no file."""
+    """Defaults for generation, used for end tokens; from config.json without a file of their own."""
     with reading(source.name, "its generation_config.json cannot be read"):
         optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         if cached_file(source.place, "generation_config.json", **optional) is None:
@@ -77,7 +77,7 @@ def read_generation_config(source: ModelSource) -> Any:
 
 
 def refuse_unsuitable(source: ModelSource) -> None:
-    """Refuse what no cache of keys and values per sequence can run, before any weights are read."""
+    """Raises ModelError for models that keys and values per sequence cannot serve, before weights are read."""
     config = source.config
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -99,7 +99,7 @@ def refuse_unsuitable(source: ModelSource) -> None:
 
 
 def refuse_latent_attention(config: Any, name: str) -> None:
-    """Raises ModelError for multi-head latent attention: what it keeps per token are no keys and values."""
+    """Raises ModelError for multi-head latent attention, which caches no keys and values."""
     if rank := getattr(config, "kv_lora_rank", None):
         raise ModelError(
             f"{name}: {config.model_type} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
@@ -109,10 +109,10 @@ def refuse_latent_attention(config: Any, name: str) -> None:
 
 @contextmanager
 def reading(name: str, problem: str) -> Iterator[None]:
-    """Turn whatever libraries raise while they read a model's files into one ModelError, quietly.
+    """Turn any error of a library that reads a model's files into one ModelError, quietly.
 
-    For calls into libraries alone: they raise every kind of exception for a file that is damaged or too new. problem: as
-    in "its weights cannot be read", with the file's name.
+    Only for calls of libraries, which raise all kinds of exceptions for damaged or newer files. problem: as in "its weights
+    cannot be read", with the file's name.
     """
     try:
         with quiet_transformers():
@@ -126,13 +126,13 @@ def reading(name: str, problem: str) -> Iterator[None]:
 
 
 def out_of_memory(name: str, problem: str) -> ModelError:
-    """An error that tells how to need less."""
+    """The error for a model that does not fit the memory."""
     return ModelError(f"{name}: {problem}: out of memory; use a smaller model or --dtype bfloat16")
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars, and no warnings of transformers: they are about what nobody asked for, such as a missing loss."""
+    """Without progress bars and warnings of transformers, for example about a missing loss."""
     verbosity, enabled = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -145,7 +145,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without addresses, at most 200 characters; with its kind if that is not told by it."""
+    """First line of an error, without URLs, at most 200 characters; with its type if the text needs it."""
     text = str(error).strip()
     if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")

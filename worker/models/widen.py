@@ -1,4 +1,4 @@
-"""Widens a Llama-style model without changing its function, so that a small model has a large one's cost.
+"""Widening of a Llama-style model without changing its function: a small model with a large one's cost.
 
 Every hidden unit, head and FFN unit is replicated, and what flows out of r copies is weighted by coefficients that sum
 to one, as in Net2Net (Chen, Goodfellow and Shlens 2016, arXiv 1511.05641). The coefficients are powers of two even for
@@ -8,8 +8,8 @@ r = 3 (1/2, 1/4, 1/4), so every weight stays exact in bfloat16 and only the orde
     copies of heads          coefficients in the columns of o_proj
     copies of FFN units      coefficients in the columns of down_proj
 
-RMSNorm itself is unchanged because all units are replicated equally often. Additional layers have zero output
-projections, so they add nothing to the residual stream but cost what a layer costs.
+RMSNorm is unchanged, because all units are replicated equally often. Additional layers have zero output projections, so
+they add nothing to the residual stream, at the cost of a layer.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dty
     with torch.device("meta"):
         blank: Any = LlamaForCausalLM(plan.config)
     wide = blank.to(dtype).to_empty(device=device)
-    # Not parameters, so to_empty left them blank: taken from the small model, which has the same head dimension.
+    # Buffers are empty after to_empty: copied from the small model, which has the same head dimension.
     wide.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)
     _replicate(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, 1, plan.hidden_copies)
     if wide.config.tie_word_embeddings:

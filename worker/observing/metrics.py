@@ -1,6 +1,6 @@
-"""Prometheus metrics of a worker, under the names that vLLM made common, with the prefix `speclen_`.
+"""Prometheus metrics of a worker, under vLLM's names with the prefix `speclen_`.
 
-Counts and gauges are read when somebody asks; the rest is fed on the event loop.
+Counters and gauges are read at a scrape; the rest is updated on the event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAMILIES = Families("speclen")
 
 
 class WorkerMetrics:
-    """The worker's registry, and the page that shows it."""
+    """The worker's registry and its page."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class WorkerMetrics:
         num_failures: dict[str, int] | None = None,
         num_at_admission: Callable[[], int] = lambda: 0,
     ) -> None:
-        """num_failures: how often each part of the process ended and was started again."""
+        """num_failures: restarts of each part of the process."""
         self.registry = CollectorRegistry()
         num_failures = {} if num_failures is None else num_failures
         self.registry.register(EngineCollector(engine, control, num_failures, num_at_admission))
@@ -53,7 +53,7 @@ class WorkerMetrics:
         self._thread = serve_page(address, self.registry if page is None else page, security).thread
 
     async def keep_page(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
-        """Serve the page, if it is not served, and return when its thread has ended. Raises as `serve`."""
+        """Serve the page, if it is not served, until its thread ends. Raises as `serve`."""
         if self._thread is None or not self._thread.is_alive():
             self.serve(address, security, page)
         while self._thread is not None and self._thread.is_alive():
@@ -61,7 +61,7 @@ class WorkerMetrics:
 
 
 class EngineCollector:
-    """Reads the engine's and the control client's own numbers when Prometheus asks."""
+    """Collector of the engine's and the control client's counts."""
 
     def __init__(
         self, engine: Engine, control: ControlClient, num_failures: dict[str, int], num_at_admission: Callable[[], int]
@@ -118,7 +118,7 @@ def arms(control: ControlClient) -> Iterator[Metric]:
 
 
 class Labelled:
-    """Collects another registry, with labels added to every sample."""
+    """Collector of another registry, with labels added to every sample."""
 
     def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
         self._registry = registry
@@ -133,7 +133,7 @@ class Labelled:
 
 
 def page_of(registry: CollectorRegistry, model_name: str) -> CollectorRegistry:
-    """The registry that Prometheus reads: the given one, labelled, and the process's."""
+    """The registry of the page: the given one, labelled, and the process's."""
     page = CollectorRegistry()
     page.register(Labelled(registry, {"model_name": model_name}))
     ProcessCollector(registry=page)

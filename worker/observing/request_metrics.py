@@ -1,4 +1,4 @@
-"""Metrics of whole requests, under vLLM's names with the prefix `speclen_`; fed on the event loop by every edge."""
+"""Metrics of whole requests, under vLLM's names with the prefix `speclen_`; updated on the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-# Why a request ends with an error: a field is wrong, it is refused, or the fault is ours.
+# Reasons of errors: a wrong field, a refusal, or an internal error.
 INVALID, INTERNAL = "invalid", "internal"
 REASONS = (INVALID, *(kind.reason for kind in RefusedError.__subclasses__()), INTERNAL)
 
@@ -56,12 +56,12 @@ class RequestMetrics:
         self.refused.labels(error.reason if isinstance(error, RefusedError) else unforeseen).inc()
 
     def timeline(self, num_sequences: int, arrived_at: float | None = None) -> RequestTimeline:
-        """A timeline, to be fed with the outputs of one request. arrived_at: by time.monotonic; None: now."""
+        """The timeline of one request. arrived_at: by time.monotonic; None: now."""
         return RequestTimeline(self, num_sequences, time.monotonic() if arrived_at is None else arrived_at)
 
 
 class RequestTimeline:
-    """One request on its way, from which its times are known at its end."""
+    """Times of one request, observed at its end."""
 
     def __init__(self, metrics: RequestMetrics, num_sequences: int, arrived_at: float) -> None:
         self._metrics = metrics
@@ -75,14 +75,14 @@ class RequestTimeline:
         self._newest_at: dict[int, float] = {}  # and of its newest ones
 
     def saw(self, output: SequenceOutput) -> None:
-        """Take note of every output of the request, in order."""
+        """Note every output of the request, in order."""
         if output.num_completion_tokens:
             self._stepped(output)
         if output.finish_reason is not None:
             self._ended(output)
 
     def abandon(self) -> None:
-        """Nobody waits for what is unfinished; nothing happens after the end."""
+        """Count unfinished sequences as aborted; without effect after the end."""
         self._metrics.success.labels(FinishReason.ABORT.value).inc(self._num_unfinished)
         self._num_unfinished = 0
 

@@ -1,7 +1,7 @@
 """OpenTelemetry traces: one span a request, with children for queue, prefill and decode.
 
-Spans are made when a request has ended, from the times that are known then: nothing of this happens in a step. The
-packages of OpenTelemetry are imported by `open_tracing` alone. Names follow its conventions for generative AI.
+Spans are made when a request has ended, outside of steps. Only `open_tracing` imports OpenTelemetry's packages. Names
+follow its conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-CLOSE_TIMEOUT_S = 3.0  # for the last spans, when a worker stops and nobody may take them
+CLOSE_TIMEOUT_S = 3.0  # for the last spans when a worker stops
 PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a request. headers: as sent, names in lower case; they may name the trace that it is part of."""
+    """Origin of a request. headers: as sent, with names in lower case; they may name its trace."""
 
     headers: Callable[[], Mapping[str, str]] = dict
     operation: str = "text_completion"  # or "chat"
 
 
 class Untraced:
-    """Stands for the trace of a request that nobody traces."""
+    """The trace of a request while tracing is off."""
 
     def saw(self, output: SequenceOutput) -> None:
         """Nothing."""
@@ -49,7 +49,7 @@ class Untraced:
 
 
 class RequestTrace(Untraced):
-    """Notes about a running request. Times by time.monotonic; None: it never came to that."""
+    """Times and totals of a running request. Times by time.monotonic; None: not reached."""
 
     def __init__(self, tracing: Tracing, request: GenerationRequest, origin: Origin, arrived_at: float) -> None:
         self._tracing = tracing
@@ -62,7 +62,7 @@ class RequestTrace(Untraced):
         self._told = False
 
     def saw(self, output: SequenceOutput) -> None:
-        """Take note of every output, in order."""
+        """Note every output, in order."""
         if output.admitted_at is not None and self.admitted_at is None:
             self.admitted_at = output.admitted_at
         if output.num_completion_tokens and self.first_token_at is None:
@@ -72,7 +72,7 @@ class RequestTrace(Untraced):
             self.end()
 
     def end(self, error: Exception | None = None) -> None:
-        """Tell of it, once."""
+        """Make the spans, once."""
         if not self._told:
             self._told = True
             self._tracing.tell(self, error)
@@ -87,7 +87,7 @@ class Tracing:
         self._model = model
 
     def request(self, request: GenerationRequest, origin: Origin, arrived_at: float) -> RequestTrace:
-        """To be told of the request's outputs and of its end."""
+        """The trace of a request, which needs its outputs and its end."""
         return RequestTrace(self, request, origin, arrived_at)
 
     def tell(self, request: RequestTrace, error: Exception | None) -> None:
@@ -115,14 +115,14 @@ class Tracing:
         span.end(ended_ns)
 
     def close(self) -> None:
-        """Send what is not sent yet, for a moment; a collector that is away must not keep a worker from stopping."""
+        """Send the remaining spans, within CLOSE_TIMEOUT_S, since the collector may be away."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
 
 def phases(request: RequestTrace, ended_at: float) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of what the request came to."""
+    """Name, begin and end of the phases that the request reached."""
     starts = [("queue", request.arrived_at), ("prefill", request.admitted_at), ("decode", request.first_token_at)]
     known = [(name, at) for name, at in starts if at is not None]
     ends = [at for _, at in known[1:]] + [ended_at]
@@ -131,7 +131,7 @@ def phases(request: RequestTrace, ended_at: float) -> Iterator[tuple[str, float,
 
 
 def what_failed(request: RequestTrace, error: Exception | None) -> tuple[str, str] | None:
-    """Type and words of what ended a request against its caller's will."""
+    """Type and message of the error that ended a request."""
     if error is not None:
         return type(error).__name__, str(error)
     failed = [output for output in request.last.values() if output.error is not None]
@@ -170,7 +170,7 @@ def attributes(request: RequestTrace, model: str) -> dict[str, Any]:
 
 
 def reason_of(output: SequenceOutput | None) -> str:
-    """A sequence that had not ended, or not even begun, was given up."""
+    """Finish reason of a sequence; unfinished ones were aborted."""
     return "abort" if output is None or output.finish_reason is None else output.finish_reason.value
 
 
@@ -199,7 +199,7 @@ def protocol_of_otlp() -> str:
 
 
 def open_tracing(model: str, worker_id: str) -> Tracing:
-    """Traces that go where OTEL_* variables say: exporter, endpoint, headers, sampler, batches, service name.
+    """Tracing as OTEL_* variables configure it: exporter, endpoint, headers, sampler, batches, service name.
 
     Raises as `check_tracing`.
     """

@@ -1,4 +1,4 @@
-"""Reads the step times and survival of a profile that `speclen profile export` wrote, for a worker without controller."""
+"""Arms from the step times and survival of a profile by `speclen profile export`, for a worker without controller."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def table_from_profile(cells: Sequence[ProfileCell], survival: Sequence[float], 
 
 
 def foreign_parts(path: Path, context: pb.ContextKey) -> list[str]:
-    """Parts of the context a profile was measured in that differ from this worker's, in words; empty when none does.
+    """Differences between a profile's context and this worker's, in words; empty without any.
 
-    A file that does not name its context differs in that. The file is one that `table_from_file` could read.
+    A file without a context differs. It must be one that `table_from_file` accepts.
     """
     theirs = json.loads(path.read_text("utf-8")).get("context")
     if not isinstance(theirs, dict):

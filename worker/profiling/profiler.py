@@ -1,12 +1,11 @@
-"""Measures an offline profile on the real engine: whole-step times over batch sizes and lengths, and survival.
+"""Measurement of an offline profile on the real engine: whole-step times over batch sizes and lengths, and survival.
 
 The grid is visited in rounds. A round draws a context length and new prompts, and visits batch sizes and lengths in
-random order, a few steps each, so that whatever changes in the machine meanwhile falls on all cells alike. The first
-round goes from the largest batch size down with one step each and the shortest prompts: it finds out at once what fits
-in memory, and leaves a rough profile whatever the time.
-A batch size whose cells all have tight intervals is left out of later rounds; when all are, or the time is up, the
-profile is done. Its cells end together: one that ended by itself would do so when chance has made it look steady, which
-is when it looks fast, and the fastest cell is what a table is made of.
+random order, a few steps each, so that changes of the machine affect all cells alike. The first round goes from the largest
+batch size down with one step each and the shortest prompts: it finds out what fits in memory, and gives a rough profile in
+a short time. A batch size whose cells all have tight intervals is left out of later rounds. The profile is done when all
+are, or the time is up. Cells of a batch size end together: a cell that ended by itself would do so when chance makes it
+look fast, and the table takes the fastest cell.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings, 
 from speclen.worker.profiling.stats import Key, expected_tokens_error
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
-# Small models that write on for long repeat themselves, which a draft follows more easily than anything people ask for.
+# Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
 ANSWER_TOKENS = 160
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
@@ -37,7 +36,7 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 def quick_profile(
     pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0, backend: str = "auto"
 ) -> ProfileResult:
-    """A profile in at most `budget_s`, for a worker that knows nothing of its context yet."""
+    """A profile in at most `budget_s`, for a worker in a new context."""
     settings = quick_settings(max_batch_size, max_length if pair.draft is not None else 0, budget_s)
     settings = replace(settings, backend=backend)
     with Profiler(pair, settings, PromptSource(pair.tokenizer, held_out_texts())) as profiler:
@@ -45,10 +44,9 @@ def quick_profile(
 
 
 class Profiler:
-    """Runs one profile; use as a context manager, which gives the engine's memory back.
+    """Runs one profile; a context manager, which frees the engine's memory.
 
-    samples: what an interrupted profile of the same settings had measured; they are added to in place, so that they
-    are all there when `run` is interrupted. on_progress is called about once per visited cell.
+    on_progress: called about once per visited cell.
     """
 
     def __init__(
@@ -56,14 +54,13 @@ class Profiler:
         pair: ModelPair,
         settings: ProfileSettings,
         source: PromptSource,
-        samples: ProfileSamples | None = None,
         on_progress: Callable[[ProfileProgress], None] = lambda progress: None,
     ) -> None:
         self.settings = fit_settings(pair, settings)
-        self.samples = samples or ProfileSamples()
+        self.samples = ProfileSamples()
         self._source = source
         self._on_progress = on_progress
-        self._random = random.Random(settings.seed + self.samples.num_rounds)
+        self._random = random.Random(settings.seed)
         self._chooser = FixedArm(PLAIN)
         self._settling_length = 1 if pair.draft is not None else 0
         self._tight: set[Key] = set()
@@ -82,7 +79,7 @@ class Profiler:
         del self._engine
 
     def _make_engine(self, pair: ModelPair) -> Engine:
-        """An engine for the largest batch size that fits; it is noted when that is less than asked for."""
+        """An engine for the largest batch size that fits, which is noted if smaller than wanted."""
         while True:
             largest = self._sizes()[-1]
             config = EngineConfig(
@@ -109,7 +106,7 @@ class Profiler:
         self.samples.largest_batch_size = max(1, largest)
 
     def _round_tokens(self) -> int:
-        """Tokens that a sequence may add before it is replaced: enough for every length once, but no more than an answer."""
+        """Output tokens of a sequence: enough for every length once, but no more than an answer."""
         steps = self.settings.steps_per_visit + 2
         return min(ANSWER_TOKENS, 2 * steps * sum(length + 1 for length in self.settings.lengths))
 
@@ -117,7 +114,7 @@ class Profiler:
 
     def run(self) -> ProfileSamples:
         """Measure until every cell is tight or the time is up."""
-        self._started = time.perf_counter() - self.samples.elapsed_s
+        self._started = time.perf_counter()
         try:
             while not self._is_done():
                 self._round()
@@ -134,9 +131,9 @@ class Profiler:
         return self._elapsed() >= self.settings.budget_s or not any(self._open_lengths(size) for size in self._sizes())
 
     def _open_lengths(self, batch_size: int) -> list[int]:
-        """Lengths still to be measured at this batch size: all of them until all cells are tight.
+        """Lengths still to measure at this batch size: all until all cells are tight.
 
-        Survival is measured best where the most rows draft the most tokens.
+        Then the longest at the largest batch size, until survival is precise.
         """
         if any((batch_size, length) not in self._tight for length in self.settings.lengths):
             return list(self.settings.lengths)
@@ -161,23 +158,23 @@ class Profiler:
         prompt_tokens = self._random.choice(prompts) if self.samples.num_rounds else prompts[0]
         self._resize(0, prompt_tokens)
         for number, size in enumerate(sizes, 1):
-            # However slow the models are, the first round reaches every batch size: each has its share of the time.
+            # Each batch size of the first round has its share of the time, so that all are reached.
             end = self.settings.budget_s * (1.0 if self.samples.num_rounds else number / len(sizes))
             for length in self._ordered(self._open_lengths(size)):
                 if self._elapsed() >= end or size not in self._sizes():
-                    break  # It is late, or so many sequences turned out not to fit.
+                    break  # out of time, or so many sequences do not fit
                 if self._resize(size, prompt_tokens):
                     self._visit(size, length)
                 self._report()
 
     def _ordered(self, lengths: list[int]) -> list[int]:
-        """At random; in the first round from the outside in, so that even a cut round spans the lengths."""
+        """Random order; in the first round from the outside in, so that even a short one spans the lengths."""
         if self.samples.num_rounds:
             return self._random.sample(lengths, len(lengths))
         return sorted(lengths, key=lambda length: min(lengths.index(length), len(lengths) - 1 - lengths.index(length)))
 
     def _visit(self, batch_size: int, length: int) -> None:
-        """Measure a few steps of one cell. Steps that a flag excludes, or at the end of a sequence, do not count."""
+        """Measure a few steps of one cell, without flagged steps and ends of sequences."""
         self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
@@ -241,7 +238,7 @@ class Profiler:
         self._engine.submit(request, self._receive)
 
     def _receive(self, output: SequenceOutput) -> None:
-        """Rows end at their limit, or because the engine had to give them up: then memory was short."""
+        """Note ended rows: at their limit, or aborted by the engine for lack of memory."""
         if output.finish_reason is not None and output.request_id in self._rows:
             del self._rows[output.request_id]
             self._failed = self._failed or output.finish_reason is FinishReason.ABORT

@@ -1,8 +1,7 @@
-"""Prompts to measure on: pieces of real files, cut to a number of tokens.
+"""Prompts for measurements: pieces of real files with a given number of tokens.
 
-By default they come from the Python standard library, and of it from the files that the bundled pair did not see in
-training, so that acceptance is that of new text. The split follows a hash of each file's path, so it is the same
-wherever the file exists.
+By default they come from files of the Python standard library that the bundled pair was not trained on, so that acceptance
+is that of new text. The split is by a hash of each file's path.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HELD_OUT_PERCENT = 4
-# Tables and generated text: nothing a model of source code should spend its time on.
+# Tables and generated text, unsuitable for a model of source code.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "lib2to3", "idlelib", "__pycache__", "turtledemo"}
 FILE_BYTES = range(500, 200_000)
 
@@ -83,9 +82,9 @@ class PromptSource:
         self._encoded: dict[int, list[int]] = {}
 
     def draw(self, num_tokens: int, seed: int | None = None) -> tuple[int, ...]:
-        """Exactly num_tokens ids: a piece of one text, or of several one after the other where one is too short.
+        """Exactly num_tokens ids: a piece of one text, or of several concatenated.
 
-        With a seed the prompt depends on it alone, not on what was drawn before.
+        With a seed the prompt depends on that alone.
         """
         rng = self._random if seed is None else random.Random(seed)
         ids: list[int] = []

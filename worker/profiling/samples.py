@@ -1,9 +1,8 @@
-"""Samples of a profile: kept while it runs, saved when it is interrupted, summed up at its end."""
+"""Samples of a profile, summarised at its end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,9 @@ from speclen.worker.profiling.stats import Key, MeasuredCell, context_slope, mea
 class ProfileResult:
     """An offline profile.
 
-    cells: what was measured, nothing else. survival[i]: probability that draft tokens 0..i are all accepted, from
-    num_survival_rows[i] rows. context_slope_s: what one more token held by one sequence adds to a step. draft_pass_s: mean
-    time of one pass of the draft at batch size 1, None where it could not be timed. elapsed_s: measuring time.
-    largest_batch_size: set when larger ones of the grid did not fit in memory.
+    cells: measured ones only. survival[i]: probability that draft tokens 0..i are all accepted, from num_survival_rows[i]
+    rows. context_slope_s: seconds per step and token of context. draft_pass_s: mean time of a draft pass at batch size 1,
+    None if unknown. elapsed_s: measuring time. largest_batch_size: set when larger ones did not fit in memory.
     """
 
     cells: tuple[MeasuredCell, ...]
@@ -47,7 +45,7 @@ class ProfileSamples:
     largest_batch_size: int | None = None
 
     def add(self, step: StepRecord) -> None:
-        """Count one step that nothing disturbed."""
+        """Add one unflagged step."""
         length = step.arm.speculation_length
         key = (step.batch_size, length)
         self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length, self.num_rounds))
@@ -74,31 +72,4 @@ class ProfileSamples:
             draft_pass_s=self.draft_s / self.num_draft_passes if self.num_draft_passes else None,
             elapsed_s=self.elapsed_s,
             largest_batch_size=self.largest_batch_size,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "steps": [[*key, values] for key, values in self.steps.items()],
-            "histograms": [[length, counts] for length, counts in self.histograms.items()],
-            "draft_s": self.draft_s,
-            "num_draft_passes": self.num_draft_passes,
-            "elapsed_s": self.elapsed_s,
-            "num_rounds": self.num_rounds,
-            "largest_batch_size": self.largest_batch_size,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> ProfileSamples:
-        """Raises KeyError, TypeError or ValueError when the content is not what `to_json` gave."""
-        return cls(
-            steps={
-                (int(b), int(s)): [(float(t), float(c), int(r)) for t, c, r in values]
-                for b, s, values in content["steps"]
-            },
-            histograms={int(length): [int(n) for n in counts] for length, counts in content["histograms"]},
-            draft_s=float(content["draft_s"]),
-            num_draft_passes=int(content["num_draft_passes"]),
-            elapsed_s=float(content["elapsed_s"]),
-            num_rounds=int(content["num_rounds"]),
-            largest_batch_size=content["largest_batch_size"],
         )

@@ -1,4 +1,4 @@
-"""Before a worker serves: if the controller knows nothing of its context, measure a quick profile and hand it over."""
+"""Quick profile before serving, imported by a controller that has nothing for the worker's context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, progress: Callable[[str], None]) -> None:
-    """Measure for at most `quick_profile_s`, if that is needed. Never fails: a worker can always learn.
+    """Measure for at most `quick_profile_s`, if needed. A failure is logged: the worker learns without.
 
     Raises ValueError when certificates or token of the controller cannot be read.
     """
@@ -61,7 +61,7 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
 
 
 def profile_request(context: pb.ContextKey, result: ProfileResult, source: str) -> pb.ImportProfileRequest:
-    """The call that hands a profile of this worker's own context to the controller."""
+    """The request that imports a profile of this worker's context."""
     return pb.ImportProfileRequest(
         context=context,
         cells=[pb.ProfileCell(**{name: getattr(cell, name) for name in ProfileCell._fields}) for cell in result.cells],

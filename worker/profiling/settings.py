@@ -29,7 +29,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, slots=True)
 class ProfileProgress:
-    """How far a profile is. left_s: time left at most; it ends earlier when all cells are tight."""
+    """Progress of a profile. left_s: most time left; it ends earlier when all cells are tight."""
 
     num_rounds: int
     num_tight: int
@@ -48,9 +48,9 @@ def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> Pro
 
 
 def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
-    """The settings that the pair can do: no drafting without a draft, prompts that leave room in the context.
+    """The settings with prompts that leave room in the context.
 
-    Raises ValueError naming what is wrong.
+    Raises ValueError naming the setting that the pair cannot do.
     """
     check_ascending("batch sizes", settings.batch_sizes, 1)
     check_ascending("lengths", settings.lengths, 0)

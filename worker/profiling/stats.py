@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A step this many robust deviations from its cell's median is a pause of the machine, not a step of the engine.
+# A step this many robust deviations from its cell's median is an outlier, as by a pause of the machine.
 OUTLIER_DEVIATIONS = 6.0
-# Deviations are taken to be at least this share of the median, so that a very steady cell does not lose honest steps.
+# Least deviation, as a share of the median, so that a very steady cell does not lose usable samples.
 LEAST_DEVIATION = 0.02
-# Relative standard deviation assumed for a step when a cell has too few to show it.
+# Relative standard deviation of a step that is assumed for cells with few steps.
 ASSUMED_DEVIATION = 0.1
 
 Key = tuple[int, int]  # batch size, speculation length
@@ -46,10 +46,9 @@ class MeasuredCell:
 def robust_mean(values: np.ndarray, visits: np.ndarray) -> tuple[float, float, int]:
     """Mean without outliers, its standard error, and how many values were outliers. values, visits: [n], n >= 1.
 
-    Outliers are farther than 6 scaled median absolute deviations from the median. With fewer than four values none
-    can be told, and the standard error falls back on 10% of the mean per step. visits: which visit a value is of; steps
-    of one visit have the same rows and the same moment of the machine, so they tell less of the error than steps of
-    several do (Liang and Zeger 1986, the sandwich estimator for clusters).
+    Outliers are farther than 6 scaled median absolute deviations from the median. With fewer than four values there are
+    none, and the standard error is 10% of the mean per step. visits: of each value; steps of one visit are correlated, as
+    they share rows and machine state (Liang and Zeger 1986, the sandwich estimator for clusters).
     """
     if len(values) < 4:
         mean = float(np.median(values)) if len(values) > 2 else float(np.min(values))
@@ -62,7 +61,7 @@ def robust_mean(values: np.ndarray, visits: np.ndarray) -> tuple[float, float, i
 
 
 def error_by_visits(values: np.ndarray, visits: np.ndarray) -> float:
-    """Standard error of the mean by what the visits differ; 0 for a single one, which cannot tell. Both [n]."""
+    """Standard error of the mean between visits; 0 for a single visit. Both [n]."""
     _, of_value = np.unique(visits, return_inverse=True)
     number = int(of_value.max()) + 1
     if number < 2:
@@ -83,7 +82,7 @@ def context_slope(samples: Mapping[Key, np.ndarray]) -> float:
         if len(kept) < 2:
             continue
         latency, tokens = kept[:, 0], batch_size * kept[:, 1]
-        # Relative errors are what is alike between cells, so each cell counts by the square of its level.
+        # Relative errors are similar between cells, so each is weighted by its inverse squared level.
         weight = 1.0 / np.median(latency) ** 2
         centred = tokens - tokens.mean()
         numerator += weight * float(centred @ (latency - latency.mean()))
@@ -106,7 +105,7 @@ def measured_cells(samples: Mapping[Key, np.ndarray], slope: float, reference_co
         if not len(values):
             continue
         moved = values[:, 0] + slope * batch_size * (reference_context - values[:, 1])
-        # A step cannot take no time: what the slope takes away is bounded where contexts differ a lot.
+        # Bounded below, where contexts differ a lot.
         mean, stderr, outliers = robust_mean(np.maximum(moved, 0.1 * values[:, 0]), values[:, 2])
         counts = len(values) - outliers, outliers, reference_context, len(np.unique(values[:, 2]))
         cells.append(MeasuredCell(batch_size, length, mean, float(stderr), *counts))
@@ -122,9 +121,9 @@ def reference_context(samples: Mapping[Key, np.ndarray]) -> float:
 def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list[int]]:
     """Survival by draft position, and the sequences that reached each position, from accepted runs at any lengths.
 
-    histograms[s][j]: sequences that accepted exactly j of s draft tokens. A run of s is censored there: it says nothing of
-    later positions. Kaplan-Meier: survival[i] is the product of the shares that each position accepted. A position that
-    no sequence reached is taken to accept what the one before it does; its 0 says that this was not measured.
+    histograms[s][j]: sequences that accepted exactly j of s draft tokens. A run of s is censored there. Kaplan-Meier:
+    survival[i] is the product of the acceptance rates of positions 0..i. A position that no sequence reached takes the rate
+    of the one before; its count is 0.
     """
     longest = max(histograms, default=0)
     reached, accepted = np.zeros(longest, dtype=int), np.zeros(longest, dtype=int)

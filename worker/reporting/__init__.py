@@ -1,1 +1,1 @@
-"""Reports to the controller, and the table of arms that comes back."""
+"""Reports to the controller, and its table of arms."""

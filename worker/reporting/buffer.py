@@ -1,4 +1,4 @@
-"""Reports that the controller does not have on disk yet."""
+"""Reports that are not durable at the controller yet."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 
 from speclen.records import StepRecord
 
-BLOCK = 64  # consecutive steps that are reported out of each BLOCK x sample_every
+BLOCK = 64  # consecutive steps reported out of each BLOCK x sample_every
 
 
 @dataclass(slots=True)
 class ReportBuffer:
     """Reports from append to durable.
 
-    The engine's thread only appends, and the event loop fetches what was appended into records of its own, so neither
-    needs a lock: a deque that grows meanwhile could not be read through. The bound is kept by the event loop, in `trim`.
-    sample_every: 1 for all steps; only reported ones have a seq.
+    The engine's thread only appends; the event loop moves appended records into its own deque, so there is no lock.
+    `trim`, on the event loop, keeps the bound. sample_every: 1 for all steps; only reported ones have a seq.
     """
 
     max_buffered: int
@@ -29,7 +28,7 @@ class ReportBuffer:
     _place: int = 0  # of the next step, among those of which one block is reported
 
     def append(self, record: StepRecord) -> None:
-        """Number a step and keep it, if it is to be reported."""
+        """Number a step and keep it, if it is sampled."""
         place, self._place = self._place, (self._place + 1) % (BLOCK * self.sample_every)
         if place < BLOCK:
             self._last_seq += 1
@@ -40,23 +39,23 @@ class ReportBuffer:
         return self.sample_every == 1 or self._place + num_steps <= BLOCK
 
     def __len__(self) -> int:
-        """Reports that are kept; from any thread."""
+        """Number of kept reports; from any thread."""
         return len(self.records) + len(self._appended)
 
     def _fetch(self) -> None:
         while self._appended:
-            self.records.append(self._appended[0])  # first, so that no other thread finds it nowhere
+            self.records.append(self._appended[0])  # before popleft, so that __len__ always counts it
             self._appended.popleft()
 
     def trim(self) -> None:
-        """Drop the oldest reports beyond the bound: they are worth the least."""
+        """Drop the oldest reports beyond the bound."""
         self._fetch()
         while len(self.records) > self.max_buffered:
             self.records.popleft()
             self.num_dropped += 1
 
     def forget_until(self, durable_seq: int) -> None:
-        """Forget what is on disk."""
+        """Remove durable reports."""
         self._fetch()
         while self.records and self.records[0].seq <= durable_seq:
             self.records.popleft()

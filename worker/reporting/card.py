@@ -1,4 +1,4 @@
-"""A worker's introduction to the controller, and the times that their conversation keeps."""
+"""A worker's registration, and the timing of its control stream."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from speclen.v1 import control_pb2 as pb
 class ControlSettings:
     """Times in seconds."""
 
-    flush_interval_s: float = 0.2  # a report waits this long for company: fewer messages, still fresh
-    # The same once a worker has sent so many steps. A message costs both sides milliseconds, which is most of what the
-    # controller takes of cores on which the worker computes.
+    flush_interval_s: float = 0.2  # delay of a report, to group several in a message
+    # The same after num_fresh_steps. A message costs both sides milliseconds, which is most of what the controller takes
+    # of shared cores.
     calm_interval_s: float = 0.5
     num_fresh_steps: int = 3000
     group_size: int = 256  # reports per message at most; the protocol allows 1024
     max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
-    heartbeat_s: float = 1.0  # an empty message is sent when there was nothing to say for this long
-    silence_s: float = 5.0  # no answer for this long: the stream is given up and opened again
-    retry_s: float = 0.5  # first pause before a new attempt; doubles up to max_retry_s
+    heartbeat_s: float = 1.0  # an empty message is sent after a silence of this long
+    silence_s: float = 5.0  # without an answer for this long the stream is reopened
+    retry_s: float = 0.5  # first pause before a reconnect; doubles up to max_retry_s
     max_retry_s: float = 5.0
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
 

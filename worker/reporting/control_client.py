@@ -1,8 +1,8 @@
-"""The worker's side of the control stream: arms in, reports out, and nothing that a step waits for.
+"""The worker's side of the control stream: arms in, reports out; a step never waits.
 
-A step calls `choose` (a tuple index) and `report` (an append). `ControlStream` sends what was appended, in groups, and
-hands newer tables and probes over. A report is kept until the controller says that it is on disk, and sent again after a
-reconnect; the buffer is bounded, and what falls out of it is counted.
+A step calls `choose` (a tuple index) and `report` (an append). `ControlStream` sends reports in groups and receives tables
+and probes. A report is kept until it is durable at the controller, and sent again after a reconnect. The buffer is bounded,
+and dropped reports are counted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from speclen.worker.reporting.table import ArmTable
 
 log = structlog.get_logger()
 
-MAX_PROBES = 16  # that wait for a step: nobody takes them while all steps have prefill
+MAX_PROBES = 16  # waiting for a step: none is used while all steps have prefill
 MAX_SAMPLE_EVERY = 1024
 LAST_INTERVAL_S = 0.02  # between the last messages
 
 
 @dataclass(slots=True)
 class PendingProbe:
-    """A probe that waits for the first step of a fitting batch size, or of which steps are left."""
+    """A probe before its first step at a fitting batch size, or with steps left."""
 
     probe: Probe
     expires_at: float
@@ -82,9 +82,9 @@ class ControlClient:
         return self.follow and self.connected and self.buffer.will_report()
 
     def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
-        """The table's arm, or a probe's. Time is learned from steps without prefill alone, so probes wait for one, or end.
+        """The table's arm, or a probe's. Steps with prefill are no usable samples of time, so probes wait for one without.
 
-        Where the table does not draft, probes do not wait: there is no other source of accepted draft tokens.
+        Where the table does not draft, probes do not wait: they are the only source of accepted draft tokens.
         """
         table = self.table
         arm = self._steady.arm_for(table, batch_size) if self.follow else table.arms[batch_size]
@@ -100,7 +100,7 @@ class ControlClient:
         self.step_s += record.latency_s
 
     def _next_probe(self, batch_size: int, begun: PendingProbe | None) -> Probe | None:
-        """The probe that has begun, or else the first live one for the batch size, which begins: it is used once."""
+        """The running probe, or the first active one for the batch size, which starts."""
         while self._incoming:
             self._probes.append(self._incoming.popleft())
         if begun is None or not begun.fits(batch_size):
@@ -128,29 +128,29 @@ class ControlClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
+        """Keep a stream to the controller open until cancelled. Without it the last table stays in use."""
         stream = ControlStream(self, target, credentials, metadata)
         await until_one_fails(self.keep_bounded(), stream.run())
 
     def hand_over(self) -> None:
-        """The worker ends: send without waiting for company, and ask again and again what is durable."""
+        """Send without delay and poll for durability, when the worker ends."""
         last = LAST_INTERVAL_S
         self.settings = replace(self.settings, flush_interval_s=last, calm_interval_s=last, heartbeat_s=last)
 
     async def keep_bounded(self) -> None:
-        """Drop the oldest of the reports that nobody took, until cancelled. Also for a worker that has no controller."""
+        """Keep the bound of the buffer until cancelled; also without a controller."""
         while True:
             self.buffer.trim()
             await asyncio.sleep(1.0)
 
     def lost(self) -> None:
-        """Take note that the controller is gone."""
+        """Note that the connection is lost."""
         self.connected = False
         if self.follow and self.table.source == "controller":
             self.table = replace(self.table, source="last table")
 
     def use_table(self, message: pb.LengthTable) -> None:
-        """Use the controller's table from now on, if the policy is to."""
+        """Use the controller's table from now on, if the policy follows it."""
         if not self.follow or not message.choices:
             return
         table, before = table_of(message), self.table
@@ -173,7 +173,7 @@ class ControlClient:
             self.buffer.sample_every = sample_every
 
     def use_probes(self, messages: Iterable[pb.Probe]) -> None:
-        """Hand probes to the engine, those that this worker can run."""
+        """Queue the probes that this worker can run."""
         now, limits = self.clock(), self.card.limits
         for message in messages if self.follow else ():
             probe = probe_of(message)

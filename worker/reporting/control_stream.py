@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 ReportCall = aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]
 
-# Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
+# Keepalive alone needs more than a minute to detect a stopped peer; with the ping timeout it takes seconds.
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -51,11 +51,11 @@ NEWEST_EPOCH = "speclen-newest-epoch"
 
 
 class StreamClosedError(Exception):
-    """The controller has ended the stream without an error: another can be opened."""
+    """The controller has closed the stream without an error."""
 
 
 class ControlStream:
-    """One controller's address, and one stream to it after another."""
+    """Streams to one controller, one after another."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ControlStream:
             if self._client.connected:
                 log.warning("controller lost, going on with the last table", controller=self._target, reason=reason)
                 self._client.lost()
-            elif (kind := reason.partition(":")[0]) != told:  # once: the next attempts fail likewise
+            elif (kind := reason.partition(":")[0]) != told:  # logged once per reason
                 told, table = kind, self._client.table.source
                 log.warning("no controller yet", controller=self._target, reason=reason, table=table)
             if self._client.clock() - started > settings.max_retry_s:
@@ -88,7 +88,7 @@ class ControlStream:
             pause = min(2 * pause, settings.max_retry_s)
 
     async def _converse_once(self) -> str:
-        """One connection, from its start to its end; the reason of that."""
+        """One connection from start to end; returns the reason of its end."""
         try:
             async with self._channel() as channel:
                 await self._converse(rpc.ControlServiceStub(channel))
@@ -123,14 +123,14 @@ class ControlStream:
             call.cancel()
 
     async def _register(self, stub: rpc.ControlServiceAsyncStub) -> pb.RegisterWorkerResponse:
-        """Introduce this incarnation; where the clock alone makes its epoch an old one's, with a newer epoch."""
+        """Register this incarnation, with a newer epoch if the clock made its epoch older than the last one's."""
         try:
             response = await self._register_once(stub)
         except aio.AioRpcError as error:
             newest, card = error.trailing_metadata().get(NEWEST_EPOCH), self._client.card
             if self._client.has_registered or newest is None:
                 raise
-            # It has just begun, so whoever registered that epoch did so before: its clock was ahead, or ours is behind.
+            # This incarnation is new, so the registered epoch is an earlier one's: its clock was ahead, or ours is behind.
             log.warning("the clock is behind that of this worker's last start", epoch=card.epoch, newest=newest)
             self._client.card = replace(card, epoch=int(newest) + 1)
             response = await self._register_once(stub)
@@ -142,8 +142,8 @@ class ControlStream:
         return await stub.RegisterWorker(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _send(self, call: ReportCall, durable_seq: int) -> None:
-        """Write until the stream is over; `_receive` gets to know why. Not by an iterator that gRPC reads: an error of ours
-        in it would cancel the call without a word."""
+        """Write until the stream ends; `_receive` gets the reason. Without gRPC's request iterator, where an error of ours
+        would cancel the call silently."""
         async for request in self._requests(durable_seq):
             try:
                 await call.write(request)
@@ -166,7 +166,7 @@ class ControlStream:
                 await asyncio.sleep(self._flush_interval_s(sent_seq))
 
     def _flush_interval_s(self, num_steps: int) -> float:
-        """Seconds that a report waits for company, after so many."""
+        """Delay of a report after so many steps."""
         settings = self._client.settings
         fresh = num_steps < settings.num_fresh_steps
         return self._pace * (
@@ -175,7 +175,7 @@ class ControlStream:
 
     @property
     def _pace(self) -> int:
-        """Factor on the time between messages: a controller that wants fewer reports wants fewer messages."""
+        """Factor on the time between messages, as a controller that samples reports wants fewer messages."""
         return min(self._client.buffer.sample_every, MAX_PACE)
 
     @property
@@ -184,11 +184,11 @@ class ControlStream:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without an answer after which the stream is given up: several messages have got none by then."""
+        """Seconds without an answer, of several messages, after which the stream is closed."""
         return max(self._client.settings.silence_s, 3 * self._heartbeat_s)
 
     def _to_reports(self, records: Sequence[StepRecord]) -> list[pb.StepReport]:
-        """Records as messages. What no message can hold is left out and counted: it would end every stream anew."""
+        """Records as messages. Records that cannot be encoded are dropped and counted, else they would end every stream."""
         reports = []
         for record in records:
             try:
@@ -213,14 +213,14 @@ class ControlStream:
         raise StreamClosedError
 
     async def _watch(self) -> None:
-        """Give the stream up when the controller has been silent for too long."""
+        """Raise TimeoutError when the controller has been silent for too long."""
         while self._client.clock() - self._last_answer < self.silence_s:
             await asyncio.sleep(self._client.settings.silence_s / 5)
         raise TimeoutError
 
 
 def why(error: grpc.RpcError) -> str:
-    """Status, what the other side said, and the way out."""
+    """Status and details of an error, with the way out."""
     if not isinstance(error, aio.AioRpcError):
         return str(error)
     way_out = WAYS_OUT.get(error.code())

@@ -1,4 +1,4 @@
-"""Names what step times depend on: models, device, dtype and the rest of the engine."""
+"""Identity of a context and a process: models, device, dtype, engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model_name(name: str, model: torch.nn.Module | None, weights: str = "full") 
 
 
 def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
-    """The context whose step times this worker measures. backend: what runs the passes, with its version."""
+    """The context of this worker's step times. backend: name and version."""
     others = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     versions = f"speclen {installed_version()} {others}"
     engine = f"{versions} {backend} threads {torch.get_num_threads()}"

@@ -1,4 +1,4 @@
-"""Models by a name that is the same on every machine and in every engine."""
+"""Names of models that are the same on all machines and engines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def digest(text: str) -> str:
 
 
 def model_label(name: str, config: Mapping[str, Any]) -> str:
-    """Name with a digest of the model's configuration, so that two models of one name are told apart."""
-    # Where it lies, and who wrote the file, is not what it is: workers on other machines share what is learned.
+    """Name with a digest of the model's configuration, which distinguishes models of one name."""
+    # Without path and version of the file, so that workers on all machines share a context.
     what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     short = name if name.startswith("bundled:") else Path(name).name
     return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"

@@ -1,8 +1,8 @@
 """Choice among several controllers: the same on every machine, and few workers move when one is added.
 
-Rendezvous hashing (Thaler and Ravishankar 1998): of all controllers the one whose address, hashed together with what is
-shared out, gives the greatest number. What is learned is not exchanged between controllers, so workers that should learn
-together must have the same: all of a pair of models on a device, unless these alone are too many for one.
+Rendezvous hashing (Thaler and Ravishankar 1998): the controller whose address, hashed with the worker's key, is largest.
+Controllers exchange nothing, so workers that learn together need the same one: all of a pair and device, unless these
+alone are too many for one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def controllers(addresses: str) -> list[str]:
 
 
 def controller_of(addresses: str, by: str, context: pb.ContextKey, worker_id: str) -> str:
-    """The controller to report to; "" for none. The order of the addresses does not matter."""
+    """The controller of a worker; "" for none. The order of the addresses does not matter."""
     shared = [context.target, context.draft, context.device, *([worker_id] if by == "worker" else [])]
 
     def score(address: str) -> bytes:

@@ -1,12 +1,12 @@
-"""Hysteresis for drafting: batch sizes change from step to step, and to resume drafting, all sequences catch up."""
+"""Hysteresis for drafting: batch sizes change from step to step, and resuming drafting makes all sequences catch up."""
 
 from __future__ import annotations
 
 from speclen.records import Arm
 from speclen.worker.reporting.table import ArmTable
 
-CONTRARY_STEPS = 12  # steps whose arm drafts, after steps without, or the other way round, more than steps that agree
-FAR = 3  # steps that one counts for if no batch size near it agrees: the load has changed
+CONTRARY_STEPS = 12  # surplus of steps whose arm disagrees about drafting, before it is switched
+FAR = 3  # weight of a step if no batch size near it agrees: the load has changed
 NEAR = 0.125  # arms of batch sizes within this share of the present one are nearly as good there
 
 
@@ -17,7 +17,7 @@ class SteadyDrafts:
         self._drafts, self._contrary = True, 0
 
     def arm_for(self, table: ArmTable, batch_size: int) -> Arm:
-        """The table's arm, or one that drafts, or does not, like the steps before."""
+        """The table's arm, or a near one that agrees with the steps before about drafting."""
         arm = table.arms[batch_size]
         if bool(arm.speculation_length) == self._drafts:
             self._contrary = max(self._contrary - 1, 0)

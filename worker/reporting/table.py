@@ -1,6 +1,6 @@
-"""The arm in use at every batch size: what a step reads.
+"""The arm in use at every batch size.
 
-A tuple indexed by batch size, replaced as a whole when a newer one arrives, so that reading it needs no lock.
+A tuple indexed by batch size, replaced as a whole, so that a step reads it without a lock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from speclen.records import PLAIN, Arm, Choice, Limits
 
-DEFAULT_ARM = Arm(2)  # of a worker that nobody has told anything: rarely best, rarely far off
+DEFAULT_ARM = Arm(2)  # without profile and controller: rarely best, rarely far off
 
 
 @dataclass(frozen=True, slots=True)

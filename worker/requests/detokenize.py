@@ -1,4 +1,4 @@
-"""Token ids to text, token by token: whole characters only, and nothing that may belong to a stop string."""
+"""Incremental detokenization: whole characters only, and nothing that may belong to a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
-MAX_HELD_TOKENS = 32  # after so many that never became a character they are not going to
+MAX_HELD_TOKENS = 32  # after so many without a whole character none will come
 CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenizers treat the first token differently
 MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
@@ -56,11 +56,11 @@ def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
 
 
 class Detokenizer:
-    """Text of one growing output. What `push` returned, put together, is the text of all tokens pushed so far but for
-    an unfinished character at the end; `flush` gives that. How the tokens are divided among calls changes nothing.
+    """Text of one growing output. The results of `push`, concatenated, are the text of all tokens so far but for an
+    unfinished character at the end, which `flush` returns. The division of tokens among calls does not matter.
 
-    Only the last few tokens are decoded again at each call. `tokenizers.DecodeStream` does the same with less: it fails
-    when a run of byte tokens turns out to be no text, holds such bytes for ever, and knows nothing of a prompt.
+    Each call decodes only the last few tokens again. `tokenizers.DecodeStream` does the same, but fails when a run of byte
+    tokens is no text, holds such bytes for ever, and takes no prompt.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
@@ -76,36 +76,36 @@ class Detokenizer:
             self._prompt_rest = len(decode(self._ids)) - len(self._known)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens."""
+        """Text that is certain with these tokens."""
         together = self._ids + list(ids)
         text = self._decode(together)
         is_plain = text.startswith(self._known) and REPLACEMENT not in text[len(self._known) :]
         if not is_plain or text.endswith(REPLACEMENT) or self._prompt_rest:
-            # What is shown of bytes that are no text depends on what was known before: one by one, for all cuts alike.
+            # How invalid bytes are shown depends on the text before: one by one, for all divisions alike.
             return "".join([self._push_one(token) for token in ids])
         self._ids = together
         return self._settle(text)
 
     def flush(self) -> str:
-        """The rest: an unfinished character, shown as the decoder shows it."""
+        """The rest: an unfinished character, as the decoder shows it."""
         return self._advance(self._decode(self._ids))
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)
         text = self._decode(self._ids)
         if not text.startswith(self._known):
-            # Some decoders take a run of bytes for text as a whole or not at all: then the known ones go without the new.
+            # Some decoders accept a run of bytes as a whole or not at all: drop the known ones.
             del self._ids[: self._num_old]
             self._known, self._num_old, text = "", 0, self._decode(self._ids)
         if text.endswith(REPLACEMENT) and len(self._ids) - self._num_old <= MAX_HELD_TOKENS:
-            # Perhaps half a character. Whatever is before it is certain: bytes that follow cannot change it.
+            # Perhaps half a character. Text before it is certain: later bytes cannot change it.
             return self._advance(text.rstrip(REPLACEMENT))
         return self._settle(text)
 
     def _settle(self, text: str) -> str:
-        """Take the text of all tokens as known; from here on the newest of them are context enough, if they show any.
+        """Accept the text of all tokens. The newest ones are context enough from here on, if they show any text.
 
-        Others are not: where decoders drop the first space of a text, the next token would be taken for the first.
+        Without text they are not: decoders that drop the first space would drop that of the next token.
         """
         new = self._advance(text)
         newest = self._ids[self._num_old :]

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING
 from speclen.records import RequestClass
 
 if TYPE_CHECKING:
-    from speclen.worker.sampling.grammar import Grammar
+    from speclen.worker.structured.grammar import Grammar
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended."""
+    """Reason for the end of a sequence."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
-
-ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 
 # Highest temperature of the class: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
 LOW_TEMPERATURE = 0.75
@@ -28,7 +26,7 @@ LOW_TEMPERATURE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends. Ranges are those of generation.proto.
+    """Sampling parameters and end of a sequence. Ranges are those of generation.proto.
 
     temperature 0 is greedy. logprobs None: none; k: the chosen token's and the k most likely ones'.
     """
@@ -62,23 +60,9 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """The form that an output must have, in the caller's words.
-
-    kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
-    between the parts of JSON, "" for none, else a regex of it. field: where the caller wrote it, for errors.
-    """
-
-    kind: str
-    text: str
-    whitespace: str | None = None
-    field: str = field(default="structured_output", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt. `fixed_length` None: the table decides; k: always k draft tokens (0: plain decoding).
-    grammar: what the output must be, None for anything.
+    grammar: constraint of the output, None for any.
 
     With sampling.n > 1 the engine runs n sequences; their outputs carry the index.
     """
@@ -103,10 +87,10 @@ class TokenLogprobs:
 class SequenceOutput:
     """New tokens of one sequence, and, once finish_reason is set, its totals. Sent after a step.
 
-    text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
-    num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
-    when nobody asked for it: what failed, in a sentence; is_callers: it was what the caller asked for, and would be again.
-    admitted_at, made_at: when the sequence got its slot and when the tokens came, by time.monotonic.
+    text: text that is certain with these tokens (whole characters, nothing that may belong to a stop string).
+    num_*: totals so far. A message with a finish_reason is the last one of its index. error: a sentence beside ABORT, unless
+    the caller aborted; is_callers: True if the request itself is the cause. admitted_at, made_at: times of the slot and of
+    the tokens, by time.monotonic.
     """
 
     request_id: str
@@ -128,15 +112,15 @@ class SequenceOutput:
 
 
 class TextTooLongError(ValueError):
-    """A text that has more tokens than the model's context, however they are counted."""
+    """A text with more tokens than the model's context."""
 
 
 class GrammarFailedError(ValueError):
-    """The grammar that was asked for turned out to be more than can be followed."""
+    """A grammar that cannot be followed any further."""
 
 
 class RefusedError(Exception):
-    """A request that is refused or ended although its fields are right. reason: for programs, and for the metrics page."""
+    """A valid request that is refused or ended. reason: a word for programs and metrics."""
 
     reason = ""
 
@@ -148,7 +132,7 @@ class QueueFullError(RefusedError):
 
 
 class OverloadedError(RefusedError):
-    """Too much is being sent to the worker at once: try again later."""
+    """Too many bodies arrive at once: try again later."""
 
     reason = "overloaded"
 
@@ -160,7 +144,7 @@ class UnauthenticatedError(RefusedError):
 
 
 class SlowReaderError(RefusedError):
-    """The client does not take what is sent to it."""
+    """The client does not read its answer."""
 
     reason = "slow_reader"
 
@@ -172,12 +156,12 @@ class DrainingError(RefusedError):
 
 
 class EngineFailedError(RefusedError):
-    """The engine's thread has ended: this worker computes nothing any more."""
+    """The engine's thread has ended: this worker cannot serve."""
 
     reason = "engine_failed"
 
 
 class RequestFailedError(RefusedError):
-    """A step that this request was part of failed; the worker goes on."""
+    """A step of this request failed; the worker goes on."""
 
     reason = "request_failed"

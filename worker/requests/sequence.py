@@ -1,4 +1,4 @@
-"""One output in the making: its tokens, its text, where its keys and values stand, and when it ends."""
+"""One output in the making: its tokens, text, row, and end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SharedPrompt:
 
 @dataclass(slots=True)
 class NewTokens:
-    """Tokens that a sequence has appended, and why it ends with them. text: None unless stop strings need it at once."""
+    """Appended tokens, and the reason if the sequence ends. text: None unless stop strings need it at once."""
 
     ids: list[int]
     text: str | None
@@ -47,10 +47,10 @@ class NewTokens:
 class SequenceState:
     """The index-th output of a request.
 
-    tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
-    the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
-    prompt included. draft_context_length: tokens up to which a draft can propose, 0 without one. fixed_length: the request's
-    own speculation length, None where the table decides; then alone it may propose n-grams. shared: None when n is 1.
+    tokens: prompt and output. target_length, draft_length: the number of them, from the first on, in the models' pools. row:
+    of the pools, -1 without one; set by the scheduler. limit: most tokens, prompt included. draft_context_length: tokens up
+    to which the draft model proposes, 0 without one. fixed_length: the request's speculation length; None: the table
+    decides, and n-grams are allowed. shared: None when n is 1.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class SequenceState:
         self.row = -1
         self.target_length = 0
         self.draft_length = 0
-        self.draft_due = self.num_prompt_tokens  # that the draft holds if it has worked for as long as it was to
+        self.draft_due = self.num_prompt_tokens  # tokens in the draft's pool if it has not fallen behind
         self.num_steps = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
-        self.failed = False  # by an error that is not the caller's: what its row holds may be damaged
+        self.failed = False  # by an internal error: its row may be damaged
         self.admitted_at: float | None = None  # by time.monotonic, when it got its slot
-        self.sampling = RowSampling()  # its own is made when it gets its slot
-        # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
+        self.sampling = RowSampling()  # replaced when it gets its slot
+        # A grammar allows the end token only where the output ends, so it is never ignored.
         ignored = sampling.ignore_eos and request.grammar is None
         self._eos = frozenset() if ignored else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
@@ -102,16 +102,16 @@ class SequenceState:
 
     @property
     def may_draft(self) -> bool:
-        """True if a draft may propose its next tokens; False for ever once it is too long for the draft."""
+        """True if the draft model may propose its next tokens; stays False once it is too long for that."""
         return len(self.tokens) < self._drafts_below
 
     @property
     def may_propose(self) -> bool:
-        """True if anything may be proposed for it, by a draft or from its own text."""
+        """True if the draft model or n-grams may propose tokens for it."""
         return self.may_draft or self.may_use_ngrams
 
     def go_on_plainly(self) -> None:
-        """Let nothing be proposed for it from now on."""
+        """Allow no proposals from now on."""
         self._drafts_below, self.may_use_ngrams, self.ngram_index = 0, False, None
 
     @property
@@ -121,20 +121,20 @@ class SequenceState:
 
     @property
     def has_slow_grammar(self) -> bool:
-        """True if nothing should be proposed for it, since each proposed token needs a mask of its own."""
+        """True if its masks are too slow for proposals, of which each token needs one."""
         return self.sampling.grammar is not None and self.sampling.grammar.is_slow
 
     def room(self, max_context_length: int) -> int:
-        """Tokens that may be proposed for it now: all but the last that it may generate comes after a proposal."""
+        """Tokens that may be proposed for it now; the last token comes without a proposal."""
         return 0 if self.has_slow_grammar else min(self.num_left - 1, max_context_length - len(self.tokens))
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
-        """Make what choosing tokens needs; called once, when the sequence gets its slot."""
+        """Make the sampling state, once, when the sequence gets its slot."""
         self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
     def append(self, ids: list[int]) -> NewTokens:
-        """Append new tokens up to where the sequence ends; `show` then gives the caller's output."""
+        """Append new tokens up to the end of the sequence; `show` then gives the caller's output."""
         ids, reason, end_token = self._cut_at_end_token(ids[: self.num_left])
         grammar = self.sampling.grammar
         if grammar is not None and (num_followed := grammar.append(ids)) < len(ids):
@@ -146,7 +146,7 @@ class SequenceState:
             if stop is not None:
                 ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
         self.tokens += ids
-        # One of them would have come without a draft, too, also where the last that is kept was a drafted one.
+        # One of them comes without a draft, even if the last kept one was drafted.
         self.num_accepted_tokens += max(0, len(ids) - 1)
         if self.sampling.edits is not None:
             self.sampling.edits.append(ids)
@@ -159,7 +159,7 @@ class SequenceState:
         return NewTokens(ids, text, reason, matched, error)
 
     def show(self, new: NewTokens, logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
-        """The output for the caller; to be called once for every `append`, before the next one."""
+        """The output for the caller, once after every `append`."""
         text, ids, error = new.text, new.ids, new.error
         if text is None:
             text = self._detokenizer.push(self._visible(ids, new.reason, new.matched))
@@ -169,7 +169,7 @@ class SequenceState:
         return self._output(tuple(ids), text, shown, new.reason, new.matched, error, is_callers=error is not None)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
-        """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
+        """End here, and show held-back text. error: the failure, None if a caller asked for the end."""
         self.finished = True
         self.failed = error is not None
         try:
@@ -220,14 +220,14 @@ class SequenceState:
         return ids, None, None
 
     def _visible(self, ids: list[int], reason: FinishReason | None, matched: int | str | None) -> list[int]:
-        """The tokens whose text is shown: not the one that ended the output, but for an end token that was asked for."""
+        """Tokens whose text is shown: without the end token, unless special tokens are included."""
         if reason is not FinishReason.STOP:
             return ids
         shown = matched in self._eos and self.request.sampling.include_special_tokens
         return ids if shown else ids[:-1]
 
     def _search_stop_strings(self, ids: list[int]) -> tuple[int, str, str | None]:
-        """How many tokens there are up to a complete stop string, their text up to it, and the stop string."""
+        """Number of tokens up to the first complete stop string, their text up to it, and the stop string."""
         assert self._stops is not None
         text = ""
         for at, token in enumerate(ids):
@@ -273,7 +273,7 @@ def make_sequences(
 def make_row_sampling(
     request: GenerationRequest, index: int, end_ids: list[int], vocab_size: int, device: torch.device
 ) -> RowSampling:
-    """The settings of one sequence. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
+    """The sampling state of one sequence. end_ids: tokens forbidden before min_tokens, unless the grammar needs them."""
     sampling, grammar = request.sampling, None
     if request.grammar is not None:
         grammar = request.grammar.start(end_ids, sampling.min_tokens, sampling.ignore_eos)

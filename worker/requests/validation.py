@@ -1,4 +1,4 @@
-"""Refuses requests that cannot be served, naming the field and its value."""
+"""Validation of requests; errors name the field and its value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
 
 
 def check_lengths(sampling: Any) -> None:
-    """Raises ValueError for a list that is too long. sampling: with fields of these names; no entry is looked at."""
+    """Raises ValueError for a list that is too long, without reading its entries. sampling: has fields of these names."""
     for name, limit in MOST.items():
         check_length(name, getattr(sampling, name), limit)
 
@@ -60,14 +60,14 @@ def check_length(name: str, entries: Sized, limit: int) -> None:
 
 
 def num_answer_logprobs(request: GenerationRequest, max_context_length: int) -> int:
-    """Entries that the log probabilities of all its sequences have at most."""
+    """Largest number of log-probability entries over all its sequences."""
     sampling = request.sampling
     tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
     return sampling.n * tokens * (sampling.logprobs or 0)
 
 
 def check_answer_size(request: GenerationRequest, max_context_length: int) -> None:
-    """Raises ValueError where an answer that repeats all log probabilities at its end would be too large."""
+    """Raises ValueError if the answer's last message, with all log probabilities, would be too large."""
     if (entries := num_answer_logprobs(request, max_context_length)) > MAX_ANSWER_LOGPROBS:
         raise ValueError(
             f"logprobs of n x max_tokens tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask "
@@ -102,7 +102,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_held_back(request: GenerationRequest, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-    """Something must be left to come before min_tokens. A grammar has its own way: it lets come what it must."""
+    """Raises ValueError if min_tokens would forbid every token. A grammar may always need an end token."""
     sampling = request.sampling
     if not sampling.min_tokens or request.grammar is not None:
         return

@@ -1,8 +1,8 @@
-"""How rows choose whose tokens may be any, with the probabilities that their temperature gives. On the host and in numpy.
+"""Choice of tokens on the host, in numpy, for rows that only have a temperature.
 
-Both ways to accept drafts are here as in `verification`, for one distribution after the other: what nobody proposed is not
-looked at, nor what lies behind a token that was rejected; noise that a draft was drawn with is drawn once. For rows of all
-kinds, on any device, there is `rules.SamplingRule`: it gives rows with seeds and greedy ones the same tokens.
+Both acceptance rules of `verification`, one distribution at a time: columns without a proposal, or after a rejection, cost
+nothing, and noise of a draft is drawn once. `rules.SamplingRule` is for rows of all kinds on any device; rows with seeds
+and greedy ones get the same tokens from both.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.verification import num_matching
 
-MIN_TEMPERATURE = 1e-6  # below it the division could overflow, and nothing but the most likely token is left anyway
+MIN_TEMPERATURE = 1e-6  # below it the division could overflow; only the most likely token is left anyway
 
 
 class HostSettings:
-    """A batch's rows, made once for every change of the batch. temperatures: [rows], 0 for the most likely token.
+    """Settings of a batch's rows, made once per change of the batch. temperatures: [rows], 0 for greedy.
 
-    keys: [rows], int64, of `noise`, for rows that are `seeded`; the others draw.
+    keys: [rows], int64, of `noise`, for `seeded` rows; the others draw.
     """
 
     def __init__(self, temperatures: np.ndarray, keys: np.ndarray, seeded: np.ndarray) -> None:
@@ -33,10 +33,9 @@ class HostSettings:
 
 
 class HostRule:
-    """A `TokenRule` for one step. positions: of each row, how many tokens it has put out before the step.
+    """A `TokenRule` for one step. positions: of each row, the number of its output tokens before the step.
 
-    num_ngrams: [rows], the first tokens of each row's proposal that are n-gram tokens: the draft model's would come
-    after them; None for none.
+    num_ngrams: [rows], n-gram tokens of each row's proposal, which precede draft tokens; None for none.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class HostRule:
         generator: torch.Generator | None,
         num_ngrams: np.ndarray | None = None,
     ) -> None:
-        # After a pass every operation on arrays comes from memory, so rows that take the largest logit are spared most.
+        # After a pass every array operation comes from memory, so greedy rows skip most of them.
         self._rows, self._positions, self._generator = rows, positions, generator
         self._num_ngrams = num_ngrams
         # By row and place after its output:
@@ -54,7 +53,7 @@ class HostRule:
         self._drawn_from: dict[tuple[int, int], tuple[np.ndarray, float]] = {}  # scores of the draft, and their sum
 
     def draft(self, logits: np.ndarray, rows: np.ndarray, num_drafted: int) -> np.ndarray:
-        """Draft tokens [n] of some rows, each of which has drafted so many. logits: [n, vocab]."""
+        """Draft tokens [n] of some rows that have num_drafted already. logits: [n, vocab]."""
         if not self._rows.any_samples:
             return logits.argmax(-1)
         ahead = np.full(len(rows), num_drafted) + (0 if self._num_ngrams is None else self._num_ngrams[rows])
@@ -103,9 +102,9 @@ class HostRule:
         return _cut(num_accepted, rows[broken], columns[broken]), tokens
 
     def _choose(self, logits: np.ndarray, ids: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """The largest logit, or for rows with seeds what wins the race; of rows that draw the first, too.
+        """The largest logit, or the winner of the race for seeded rows.
 
-        ids: [n], of the largest logits, written over.
+        ids: [n], of the largest logits, overwritten.
         """
         if self._rows.any_races:
             (racing,) = np.nonzero(self._rows.races[rows])
@@ -116,9 +115,9 @@ class HostRule:
         return ids
 
     def _race(self, scores: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """argmax of probabilities over Exp(1) noise; that they are not normalised changes nothing.
+        """argmax of unnormalised probabilities over Exp(1) noise.
 
-        scores: logits below the largest, [n, vocab], written over.
+        scores: logits minus the largest, [n, vocab], overwritten.
         """
         scores /= self._rows.temperatures[rows, None]
         np.exp(scores, out=scores)
@@ -133,10 +132,10 @@ class HostRule:
         return scores.argmax(-1)
 
     def _accept(self, row: int, logits: np.ndarray, proposed: np.ndarray, shares: list[float]) -> tuple[int, int]:
-        """How many of a row's proposals are accepted by rejection sampling, and the token that follows.
+        """Number of a row's proposals accepted by rejection sampling, and the token that follows.
 
-        As `verification.verify`; an n-gram token is one that was drawn from a distribution with nothing else in it. logits:
-        [proposals + 1, vocab]; shares: as many numbers in [0, 1).
+        As `verification.verify`; the draft distribution of an n-gram token is 1 at that token. logits: [proposals + 1,
+        vocab]; shares: as many uniform numbers in [0, 1).
         """
         num_proposed = len(logits) - 1
         for column in range(num_proposed):
@@ -151,12 +150,12 @@ class HostRule:
                 left[token] = 0.0
             else:
                 left = np.maximum(scores - drafted[0] * np.float32(total / drafted[1]), 0.0)
-            # Where both distributions agree to rounding, nothing may be left: then the target itself is right.
+            # Where both distributions agree to rounding, nothing may be left: then use the target's.
             return column, _drawn(left if left.any() else scores, shares[-1])[0]
         return num_proposed, _drawn(self._scores(logits[-1], row), shares[-1])[0]
 
     def _scores(self, logits: np.ndarray, row: int) -> np.ndarray:
-        """Probabilities over that of the most likely token."""
+        """Probabilities relative to the most likely token's."""
         scores = logits - logits.max()
         scores /= self._rows.temperatures[row]
         return np.exp(scores, out=scores)
@@ -165,7 +164,7 @@ class HostRule:
         drawn: list[float] = torch.rand(count, generator=self._generator, dtype=torch.float64).tolist()
         return drawn
 
-    # As TokenRule, which speaks of tensors.
+    # As TokenRule, with tensors.
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         """As TokenRule."""
@@ -174,7 +173,7 @@ class HostRule:
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As TokenRule; tokens beyond a row's cap mean nothing."""
+        """As TokenRule; tokens beyond a row's cap are undefined."""
         num_rows, length = draft_ids.shape
         num_proposed = np.full(num_rows, length) if caps is None else np.minimum(caps.numpy(), length)
         rows, columns = places_of(num_proposed)
@@ -193,7 +192,7 @@ def places_of(num_proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _usable(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logits [n, vocab], the ids [n] of their largest ones, and the indices of those whose largest is NaN or infinite.
 
-    These are all equal then: what is drafted from them is judged like any draft, and what the target chooses is cut.
+    Those become all equal: drafts from them are verified as usual, and the target's choices are cut.
     """
     likeliest = logits.argmax(-1)  # NaN counts as the largest
     (broken,) = np.nonzero(~np.isfinite(logits[np.arange(len(logits)), likeliest]))
@@ -204,13 +203,13 @@ def _usable(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _cut(num_accepted: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """As `verification.cut_at_broken`, by the places of what cannot be used."""
+    """As `verification.cut_at_broken`, by the places of unusable logits."""
     np.minimum.at(num_accepted, rows, columns - 1)
     return num_accepted
 
 
 def on_host(logits: torch.Tensor) -> np.ndarray:
-    """numpy knows no bfloat16, and is slow with float16."""
+    """A numpy array; 16-bit logits as float32, since numpy has no bfloat16 and is slow with float16."""
     array: np.ndarray = (logits.float() if logits.itemsize == 2 else logits).numpy()
     return array
 

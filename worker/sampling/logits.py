@@ -17,9 +17,9 @@ from speclen.worker.models.upload import upload
 
 
 class RowEdits:
-    """One row's settings, and the tokens it has seen.
+    """One row's settings and token counts.
 
-    logit_bias: token to addend. forbidden: tokens that may not come before output position `min_tokens`.
+    logit_bias: token to addend. forbidden: tokens that are not allowed before output position `min_tokens`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RowEdits:
         self.repetition_penalty = repetition_penalty
         self.presence_penalty = presence_penalty
         self.frequency_penalty = frequency_penalty
-        # Tensors from the start: a request may name the whole vocabulary, and every step looks at it.
+        # Tensors from the start: a request may name the whole vocabulary, which every step reads.
         self.bias_ids = upload(np.array(list(logit_bias or ()), np.int64), device)
         self.bias = upload(np.array(list((logit_bias or {}).values()), np.float32), device)
         self.forbidden = upload(np.array(forbidden if min_tokens else (), np.int64), device)
@@ -50,7 +50,7 @@ class RowEdits:
             self.uncounted: list[int] = []  # output that is not among the counts yet
 
     def append(self, ids: Sequence[int]) -> None:
-        """Count tokens that became output."""
+        """Count output tokens."""
         if self.penalises:
             self.uncounted += ids
 
@@ -58,14 +58,14 @@ class RowEdits:
 class LogitEdits:
     """The edits of a batch for one step. rows: one entry per row, None where the logits stay as they are.
 
-    positions: [rows], how many tokens each row has put out before the step.
+    positions: [rows], output tokens of each row before the step.
     """
 
     def __init__(self, rows: Sequence[RowEdits | None], positions: torch.Tensor) -> None:
         self.positions = positions
         device = positions.device
         penalised = [(at, row) for at, row in enumerate(rows) if row is not None and row.penalises]
-        # In ascending order and on the host as well: so what the first rows have is a slice, for which nobody waits.
+        # Ascending and on the host as well, so that the first rows' part is a slice without a synchronisation.
         self._penalised = np.array([at for at, _ in penalised], np.int64)
         if penalised:
             self._penalised_rows = upload(self._penalised, device)
@@ -117,7 +117,7 @@ class LogitEdits:
 
 
 def _counts(rows: Sequence[RowEdits]) -> torch.Tensor:
-    """[rows, vocab]: how often each token is in the row's output, of which nothing is uncounted then."""
+    """[rows, vocab]: counts of tokens in the rows' output, after counting the uncounted ones."""
     counts = torch.stack([row.counts for row in rows])
     places = [at * counts.shape[1] + token for at, row in enumerate(rows) for token in row.uncounted]
     added = torch.ones(len(places), device=counts.device)
@@ -128,7 +128,7 @@ def _counts(rows: Sequence[RowEdits]) -> torch.Tensor:
 
 
 def _drafted(draft_ids: torch.Tensor, first: int, columns: int, vocab_size: int) -> torch.Tensor:
-    """[rows, columns, vocab]: how often each token is among the first `first + column` draft tokens."""
+    """[rows, columns, vocab]: counts of tokens among the first `first + column` draft tokens."""
     rows = len(draft_ids)
     counts = torch.zeros(rows, columns, vocab_size, device=draft_ids.device)
     ids = draft_ids[:, : first + columns - 1]

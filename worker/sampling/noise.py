@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and a position alone: the same whatever else is in the batch."""
+"""Random numbers that depend on a key and a position alone, not on the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-CACHED = 8192  # numbers that are worked on at a time on a CPU
+CACHED = 8192  # numbers computed at a time on a CPU
 
 
 def make_key(seed: int, index: int) -> int:
@@ -19,8 +19,8 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     """Exp(1) variates [rows, columns, vocab_size], float32, positive. keys: [rows]; positions: [rows, columns]; int64.
 
     Entry (r, c, v) is a function of keys[r], positions[r, c] and v: splitmix64's finaliser (Steele, Lea and Flood 2014)
-    on a counter, 53 bits of which make a uniform variate u. Small values matter most in a race, so -log(1 - u) is taken,
-    which is fine-grained there.
+    on a counter, 53 bits of which make a uniform variate u. The value is -log(1 - u), which is fine-grained for the small
+    values that win a race.
     """
     if keys.device.type == "cpu":
         every = np.broadcast_to(keys.numpy()[:, None], positions.shape).ravel()
@@ -34,9 +34,9 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
 
 
 def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The same for n pairs of a key and a position, int64: [n, vocab_size]. By numpy, whose numbers are unsigned.
+    """The same for n pairs of a key and a position, int64: [n, vocab_size]. By numpy, with unsigned numbers.
 
-    Worked on in pieces that stay in the cache, so that a large vocabulary costs no more per token than a small one.
+    Computed in pieces that fit into the cache, so that a large vocabulary costs no more per token than a small one.
     """
     golden, found = np.uint64(_GOLDEN), np.empty((len(keys), vocab_size), np.float32)
     rows = _mix_array(keys.astype(np.uint64) + positions.astype(np.uint64) * golden)

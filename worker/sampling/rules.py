@@ -1,4 +1,4 @@
-"""How a batch chooses its tokens: the greedy rule, and the rule for batches in which any row samples."""
+"""Rules by which a batch chooses tokens: the greedy one, and one for batches in which any row samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from speclen.worker.models.upload import upload
 from speclen.worker.sampling import noise
-from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.host import HostSettings
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import (
@@ -23,6 +22,7 @@ from speclen.worker.sampling.verification import (
     most_likely,
     verify,
 )
+from speclen.worker.structured.grammar import GrammarState, StepGrammars
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class RowSampling:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True if the token is simply the largest logit, of those that a grammar allows."""
+        """True if the token is the largest allowed logit."""
         return self.temperature == 0 and self.edits is None
 
     @property
     def is_unrestricted(self) -> bool:
-        """True without edits and grammar, if sampling is greedy or takes any token at the temperature's probability."""
+        """True without edits, grammar and truncation: greedy, or all tokens at the temperature's probability."""
         every = self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
         return not self.looks_back and (self.temperature == 0 or every)
 
@@ -71,7 +71,7 @@ class TokenRule(Protocol):
 
 
 class GreedyRule:
-    """Every row takes the most likely token: no sampling work at all. grammars: of rows that have one."""
+    """Every row takes the most likely token, without sampling work. grammars: of rows that have one."""
 
     def __init__(self, grammars: StepGrammars | None = None) -> None:
         self._grammars = grammars
@@ -143,9 +143,8 @@ class BatchSampling:
 class SamplingRule:
     """Rows with and without randomness, each by the rule that fits it; see `verification` for the two rules.
 
-    positions: [rows], how many tokens each row has put out before the step: noise and min_tokens go by output position.
-    num_ngrams: [rows], the first tokens of each row's draft that are n-gram tokens, which were not drawn: the draft model's
-    would come after them; None for none.
+    positions: [rows], output tokens of each row before the step: noise and min_tokens depend on the output position.
+    num_ngrams: [rows], n-gram tokens of each row's proposal, which precede draft tokens and were not drawn; None for none.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class SamplingRule:
             for column, column_probs in enumerate(self._draft_probs):
                 drafted[: len(column_probs), column] = column_probs[:, 0]
             return drafted
-        # Nothing here is indexed by what only the device knows, for which the host would have to wait.
+        # No index depends on values of the device, for which the host would have to wait.
         every = torch.arange(rows, device=probs.device)
         for column, column_probs in enumerate(self._draft_probs):
             places = self._num_ngrams[: len(column_probs)] + column
@@ -241,7 +240,7 @@ class SamplingRule:
 def choices_of(row: RowSampling, logits: torch.Tensor, first: int) -> torch.Tensor:
     """Tokens [n] that a greedy row, or one with a seed, chooses one after the other by these logits, [n, vocab].
 
-    first: tokens that it has put out before the first of them. Of a row that does not look back.
+    first: its output tokens before the first of them. For a row that does not look back.
     """
     if row.temperature == 0:
         return most_likely(logits)

@@ -1,4 +1,4 @@
-"""The rules that turn logits into tokens. Pure functions of tensors; knows nothing of requests or models.
+"""The rules that turn logits into tokens. Pure functions of tensors.
 
 Two rules accept drafts, and both keep the output exactly target-distributed:
 
@@ -32,7 +32,7 @@ def distribution(
     """
     logits = logits.float()
     greedy = (temperature == 0)[:, None, None]
-    # Below 1e-6 the division could overflow, and nothing but the most likely token is left anyway.
+    # Below 1e-6 the division could overflow; only the most likely token is left anyway.
     scale = torch.where(greedy, 1.0, temperature[:, None, None].clamp_min(1e-6))
     largest = logits.amax(-1, keepdim=True)
     greedy = greedy | ~torch.isfinite(largest)
@@ -71,7 +71,7 @@ def most_likely(values: torch.Tensor) -> torch.Tensor:
     """
     if not values.is_cpu:
         return values.argmax(-1)
-    # numpy knows no bfloat16, and is slow with float16; wider values keep their precision.
+    # numpy has no bfloat16 and is slow with float16; wider values keep their precision.
     wide = values.float() if values.itemsize == 2 else values
     return torch.from_numpy(wide.numpy().argmax(-1))
 
@@ -85,7 +85,7 @@ def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: tor
     """Length [rows] of the prefix of each draft that agrees with the target's own choices.
 
     draft_ids: [rows, k]; target_ids: [rows, k + 1]; caps: [rows], the longest prefix allowed per row, None for k.
-    On a CPU by numpy: on so few numbers torch mostly starts operators.
+    On a CPU by numpy: with so few numbers torch mostly launches operators.
     """
     if draft_ids.is_cpu:
         return torch.from_numpy(
@@ -98,7 +98,7 @@ def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: tor
 
 
 def num_matching(draft_ids: np.ndarray, target_ids: np.ndarray, caps: np.ndarray | None = None) -> np.ndarray:
-    """The same of arrays."""
+    """As `accept_matching`, for arrays."""
     agree = draft_ids == target_ids[:, :-1]
     if caps is not None:
         agree &= np.arange(agree.shape[1]) < caps[:, None]
@@ -135,7 +135,7 @@ def recovery(target_probs: torch.Tensor, draft_probs: torch.Tensor, num_accepted
         return target
     draft = draft_probs[rows, num_accepted.clamp(max=k - 1)] * (num_accepted < k)[:, None]
     difference = (target - draft).clamp_min(0)
-    # Where both distributions agree to rounding, nothing may be left of the difference: then the target itself is right.
+    # Where both distributions agree to rounding, the difference may be empty: then use the target's.
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, target)
 
 
@@ -168,5 +168,5 @@ def verify(
 
 
 def _within(caps: torch.Tensor, k: int) -> torch.Tensor:
-    """[rows, k]: whether a draft position is inside its row's cap."""
+    """[rows, k]: True where a draft position is inside its row's cap."""
     return torch.arange(k, device=caps.device) < caps[:, None]

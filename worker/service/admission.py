@@ -1,4 +1,4 @@
-"""Queues before the engine: for the prompt, for the grammar, and for a slot."""
+"""Admission queues: for templates, long texts, new grammars, and slots."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Admission:
         self, pair: ModelPair, max_context_length: int, num_rows: int, max_waiting: int, max_wait_s: float = 0.0
     ) -> None:
         self.encoder = TextEncoder(pair.tokenizer, max_context_length)
-        # As many as may be served or wait for that: a chat that the queue has room for is not refused for its template.
+        # As many as may run or wait: a chat for which the queue has room is not refused for its template.
         self.templates = Aside("templates", num_rows + max_waiting)
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
-        # Some wait in the engine, so that a slot that becomes free is taken in the next step.
+        # Some wait in the engine, so that a free slot is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
         self.fair_queue = FairQueue(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait here."""
+        """Waiting requests."""
         return sum(stage.num_waiting for stage in self._stages)
 
     def expected_wait_s(self, caller: str) -> float:
-        """Seconds until one more request of the caller would have passed everything at which requests wait."""
+        """Expected seconds in all queues for one more request of the caller."""
         return sum(stage.expected_wait_s(caller) for stage in self._stages)
 
     @property

@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, in a thread beside it, callers taking turns."""
+"""A thread for work that would block the event loop, with a fair queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Aside(FairQueue):
-    """A queue for one thread, which does one thing at a time. max_waiting: things that wait for that at most."""
+    """A queue for one thread. max_waiting: calls that may wait."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         super().__init__(1, max_waiting)
@@ -22,7 +22,7 @@ class Aside(FairQueue):
     async def do(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call the function in the thread. Raises what it raises, and QueueFullError when too many wait.
 
-        A caller that gives up waits for the end nevertheless: work cannot be stopped, and the thread is not free before.
+        A cancelled caller still waits for the end: the call cannot be stopped, and the thread is not free before.
         """
         async with self.turn(caller):
             work = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -33,5 +33,5 @@ class Aside(FairQueue):
                 raise
 
     def close(self, wait: bool = False) -> None:
-        """wait: for the work in hand."""
+        """wait: for the running call."""
         self._thread.shutdown(wait=wait, cancel_futures=True)

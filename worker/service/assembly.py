@@ -44,7 +44,7 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
     table, follow = initial_table(config, limits)
     context = context_key(pair, backend)
     if config.profile is not None and (different := foreign_parts(config.profile, context)):
-        # Used all the same: it was named on purpose, and a controller corrects it. But not in silence.
+        # Used all the same, with a warning: it was named on purpose, and a controller corrects it.
         log.warning("the profile was measured elsewhere", profile=str(config.profile), different="; ".join(different))
     card = WorkerCard(
         worker_id=config.worker_id or f"{socket.gethostname()}:{config.listen.rpartition(':')[2]}",
@@ -104,14 +104,14 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     control = make_control(config, pair, prepared.backend)
     engine = Engine(pair, engine_config, control, prepared)
     if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-        # Else the first request on a busy machine, where one fewer is used, waits for seconds.
+        # Else the first request on a busy machine, with one thread fewer, waits for seconds.
         prepare_threads(engine, engine.num_threads - 1)
     control.card = card_of(control.card, engine)
     return pair, engine, control
 
 
 def prepare_threads(engine: Engine, num_threads: int) -> None:
-    """Let a later change to that many CPU threads hold up no step."""
+    """Compile for that many CPU threads, so that a later change delays no step."""
     for model in (engine.target, engine.draft):
         if model is None:
             continue
@@ -124,5 +124,5 @@ def prepare_threads(engine: Engine, num_threads: int) -> None:
 
 
 def card_of(card: WorkerCard, engine: Engine) -> WorkerCard:
-    """The card with the engine's limits: fewer sequences may fit than were asked for."""
+    """The card with the engine's limits, which may be lower than the settings."""
     return replace(card, limits=engine.limits, probe_steps=4 if engine.target.slow_changes else 3)

@@ -1,7 +1,7 @@
-"""The engine as an event loop uses it: the one way in for every edge of a worker, whatever it speaks.
+"""The engine on an event loop: the one entry for gRPC and HTTP.
 
-Requests wait here for their turn, outputs come gathered, draining and a failed engine are told to everybody, clients that
-do not read are noticed, and whatever is left unfinished is aborted.
+Requests wait here for their turn, and outputs come gathered. Draining and a failed engine end requests with an error;
+clients that do not read are detected; unfinished requests are aborted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from speclen.worker.service.relay import OutputRelay, OutputStream
 from speclen.worker.service.run import Run
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
-LOOK_S = 0.01  # between two looks whether a request has ended
+LOOK_S = 0.01  # between two checks for the end of a request
 # Tokens of one message: with twenty log probabilities each some 200 kB, which a client that reads takes in time.
 MOST_AT_ONCE = 128
 
 
 class AsyncEngine:
-    """For one event loop. unread_timeout_s: after which a client that takes nothing loses its request.
+    """For one event loop. unread_timeout_s: after which a client that does not read loses its request.
 
-    tracing: makes spans of requests; None: nobody asked for it.
+    tracing: makes spans of requests; None: off.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class AsyncEngine:
         self._tracing = tracing
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
-        self._open: dict[str, OutputStream] = {}  # by id of what is being answered
+        self._open: dict[str, OutputStream] = {}  # by id of the call
         self._runs: dict[str, Run] = {}  # by id of the request
-        self._refusal: Exception | None = None  # of whatever comes
-        self._engine_ends = False  # nobody waits for it
+        self._refusal: Exception | None = None  # of all new requests
+        self._engine_ends = False  # requests do not wait for its last step
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -69,7 +69,7 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Callers that wait, run, or are being answered."""
+        """Calls that wait, run, or are being answered."""
         return len(self._open)
 
     @property
@@ -82,20 +82,20 @@ class AsyncEngine:
         self._refusal = DrainingError("the worker is draining and takes no new requests")
 
     def fail(self, error: EngineFailedError) -> None:
-        """The engine is gone: end what runs and refuse what comes, both with the error."""
+        """End all requests and refuse new ones, both with the error."""
         self._refusal, self._engine_ends = error, True
         for stream in self._open.values():
             stream.fail(copy.copy(error))
 
     def stop(self) -> None:
-        """Let the engine end after the running step, and wait for none of its requests."""
+        """Stop the engine after the running step, without waiting for its requests."""
         self._engine_ends = True
         self.engine.stop()
 
     def abort(self, request_id: str) -> bool:
-        """End a request that runs or waits for its turn; whether there is one.
+        """End a running or waiting request. Returns False for an unknown id.
 
-        One that is still made of its text, or whose grammar is tried, ends as soon as that is done.
+        A request whose text is being encoded, or its grammar tried, ends as soon as that is done.
         """
         if request_id in self._runs:
             return self.engine.abort(request_id) | self._runs[request_id].abort_outside()
@@ -106,22 +106,22 @@ class AsyncEngine:
         return True
 
     async def close(self) -> None:
-        """Let the last spans go out; to be called when all has ended."""
+        """Send the last spans, once all requests have ended."""
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
     @contextlib.asynccontextmanager
     async def open(self, request_id: str, until_end: bool = False) -> AsyncIterator[OutputStream]:
-        """A stream for the outputs of one caller's requests, for the length of the block, for which a drain waits.
+        """A stream for the outputs of one call, for the length of the block, for which a drain waits.
 
-        until_end: the caller gets nothing before, so the event loop need not be woken for what comes on the way. Waits for
-        the end of a request of that id whose caller has given up: it may be the same caller, who tries again. Raises
-        ValueError for an id that is in use, DrainingError, or the engine's failure.
+        until_end: the caller gets everything at the end, so the event loop need not wake before. Waits for the end of a
+        request of that id whose caller has given up: it may be a retry. Raises ValueError for an id in use, DrainingError,
+        or the engine's failure.
         """
         while (before := self._open.get(request_id)) is not None and before.is_given_up:
             await asyncio.sleep(LOOK_S)
         if self._refusal is not None:
-            raise copy.copy(self._refusal)  # an error raised again and again holds on to the calls that it ended
+            raise copy.copy(self._refusal)  # a copy: an error that is raised again keeps references to earlier calls
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
         stream = self._open[request_id] = OutputStream(until_end, asyncio.current_task())
@@ -141,12 +141,11 @@ class AsyncEngine:
         origin: Origin = Origin(),  # noqa: B008
         patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[Sequence[SequenceOutput]]]:
-        """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
+        """Run requests for the length of the block. The value: their outputs, until all have ended.
 
         arrived_at: by time.monotonic. on_submit: called when the first sequence of a request goes to the engine.
-        patience_s: after which the caller gives up. The block begins as soon as all have a place in the queue. Raises
-        ValueError naming the field, QueueFullError, or the stream's failure; while outputs are read, these and
-        RequestFailedError.
+        patience_s: the caller's deadline. The block begins once all have a place in the queue. Raises ValueError naming the
+        field, QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
         """
         for one in requests:
             self.engine.check(one)
@@ -154,9 +153,7 @@ class AsyncEngine:
         stream.on_output = lambda output: runs[output.request_id].saw(output)
         tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
         try:
-            await asyncio.sleep(
-                0
-            )  # Each has come as far as it gets now: into the engine, into the queue, or is refused.
+            await asyncio.sleep(0)  # By now each is in the engine, in the queue, or refused.
             if stream.failure is not None:
                 raise stream.failure
             yield self._outputs(stream, runs)
@@ -173,7 +170,7 @@ class AsyncEngine:
         return Run(request, stream, timeline, trace, self.admission.fair_queue.leave)
 
     async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
-        """Bring the request to its end; what goes wrong is the stream's failure."""
+        """Run the request to its end; an error becomes the stream's failure."""
         run.stream.begun = True
         try:
             if run.stream.aborted:
@@ -188,9 +185,9 @@ class AsyncEngine:
             run.trace.end()
 
     async def _serve(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
-        """Let one sequence in after the other, each in its turn, until the engine is done with all or somebody aborts."""
+        """Admit one sequence after the other, until the engine is done with all or the request is aborted."""
         request_id, fair_queue = run.request.request_id, self.admission.fair_queue
-        if request_id in self._runs:  # over HTTP a request's name is not its caller's
+        if request_id in self._runs:  # over HTTP the worker chooses request ids
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
         self._runs[request_id] = run
         try:
@@ -212,7 +209,7 @@ class AsyncEngine:
                 del self._runs[request_id]
 
     async def _until_let_go(self, request_id: str) -> None:
-        """Until the engine has ended the request, its id and its place are taken: nobody else may have the turn."""
+        """Wait until the engine has ended the request: until then its id and its place are taken."""
         while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
             await asyncio.sleep(LOOK_S)
 
@@ -225,22 +222,22 @@ class AsyncEngine:
             ]
             for at, part in enumerate(in_parts(told)):
                 if at:
-                    await asyncio.sleep(0)  # what gathered while a client did not read may take long to put into words
+                    await asyncio.sleep(0)  # outputs gathered for a slow client may take long to serialise
                 yield part
             if failed:
                 raise self.engine.failure or error_of(failed[0])
 
     @contextlib.asynccontextmanager
     async def reading(self, stream: OutputStream) -> AsyncIterator[None]:
-        """For the length of one write. Raises SlowReaderError when the client does not take what was sent before.
+        """Time limit of one write. Raises SlowReaderError when the client does not read.
 
-        Flow control lets through some of it, up to 4 MB with gRPC's own, before a write has to wait.
+        Flow control buffers some of it, up to 4 MB with gRPC, before a write has to wait.
         """
         try:
             async with asyncio.timeout(self._unread_timeout_s) as limit:
 
                 def end_now() -> None:
-                    if not limit.expired():  # it ends already, and must not be told again
+                    if not limit.expired():  # it is ending already
                         limit.reschedule(0.0)
 
                 stream.on_overflow = end_now
@@ -255,7 +252,7 @@ class AsyncEngine:
 
 
 def in_parts(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
-    """Outputs as they can be sent in one message: of about MOST_AT_ONCE tokens, in order."""
+    """Outputs in order, divided into messages of about MOST_AT_ONCE tokens."""
     begin = num_tokens = 0
     for at, output in enumerate(outputs, start=1):
         num_tokens += len(output.token_ids)

@@ -1,4 +1,4 @@
-"""The admission queue: a bounded number of sequences is inside, the others wait, and their callers take turns."""
+"""The admission queue: a bounded number of sequences runs, the others wait, and their callers take turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMOOTHING = 0.1  # weight of the newest stay in the mean one
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A request that waits. come: done when it may come in, or when it is pushed out. begun: it is inside already."""
+    """A waiting request. come: done when it is admitted or pushed out. begun: an earlier sequence of it is inside."""
 
     come: asyncio.Future[None]
     begun: bool
@@ -26,14 +26,12 @@ class Turn:
 class FairQueue:
     """For one event loop. width: places inside. max_waiting: requests that wait for their first place at most.
 
-    A request of several sequences asks for a place for one after the other, so that others come in between.
+    A request of several sequences asks for one place after the other, so that other requests come in between. max_wait_s: a
+    request with a longer expected wait is refused at once, so that its caller can go elsewhere; 0: none is.
 
-    max_wait_s: a request that is expected to wait longer is refused at once, since whoever hears it early can go elsewhere;
-    0: none is.
-
-    Whoever comes next is the first of the caller whose turn it is, so a caller with one request waits for one round, not
-    for all that another caller has sent. When the queue is full, one more request is refused, or pushes out the newest
-    of the caller with the most if that has at least two more waiting than its own: nobody can fill the queue for others.
+    Callers take turns: one with a single request waits for one round, not for all requests of another caller. When the
+    queue is full, one more request is refused, or pushes out the newest of the caller with the most if that has at least
+    two more waiting than its own. So no caller can fill the queue for others.
     """
 
     def __init__(self, width: int, max_waiting: int, max_wait_s: float = 0.0) -> None:
@@ -45,11 +43,11 @@ class FairQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing is inside yet. May be asked from any thread: a metrics page is."""
+        """Requests with no sequence inside yet. From any thread, as the metrics page needs."""
         return sum(num_new(queue) for queue in list(self._waiting.values()))
 
     def expected_wait_s(self, caller: str) -> float:
-        """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
+        """Expected wait of one more request of a caller, by the mean stay so far (Little's law)."""
         if self._num_free > 0:
             return 0.0
         own = len(self._waiting.get(caller, ()))
@@ -68,8 +66,8 @@ class FairQueue:
     async def enter(self, caller: str, patience_s: float = math.inf, begun: bool = False) -> float:
         """Wait for the turn. The value is for `leave`, which frees the place.
 
-        patience_s: after which the caller gives up. begun: the request is inside with another sequence, so that this one
-        is neither refused nor pushed out. Raises QueueFullError, at once where it would be in vain to wait.
+        patience_s: the caller's deadline. begun: an earlier sequence of the request is inside, so this one is not
+        refused or pushed out. Raises QueueFullError, at once if the expected wait is too long.
         """
         if self._num_free > 0:
             self._num_free -= 1
@@ -80,13 +78,13 @@ class FairQueue:
         return time.monotonic()
 
     def leave(self, entered_at: float) -> None:
-        """Give the place to the next one."""
+        """Pass the place on to the next request."""
         stay_s = time.monotonic() - entered_at
         self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
         self._pass_on()
 
     def _check_wait(self, caller: str, patience_s: float) -> None:
-        """Raises QueueFullError for a request whose turn is expected too late."""
+        """Raises QueueFullError if the expected wait is too long."""
         expected_s = self.expected_wait_s(caller)
         if expected_s > min(self._max_wait_s, patience_s):
             limit = f"the deadline leaves {patience_s:.1f} s"
@@ -117,7 +115,7 @@ class FairQueue:
             raise
 
     def _make_room(self, caller: str) -> None:
-        """Push out a request of the caller with the most. Raises QueueFullError when that would not be fairer."""
+        """Push out a request of the caller with the most, or raise QueueFullError if that is not fairer."""
         numbers = {name: num_new(queue) for name, queue in self._waiting.items()}
         greediest = max(numbers, key=lambda name: numbers[name], default=caller)
         if greediest == caller or numbers[greediest] < numbers.get(caller, 0) + 2:
@@ -132,7 +130,7 @@ class FairQueue:
             turn.come.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
 
     def _pass_on(self) -> None:
-        """Give the place to the first of the caller whose turn it is, who then goes behind the other callers."""
+        """Give the place to the first request of the next caller, who then goes behind the others."""
         self._num_free += 1
         while self._num_free > 0 and self._waiting:
             caller = next(iter(self._waiting))
@@ -155,5 +153,5 @@ class FairQueue:
 
 
 def num_new(queue: deque[Turn]) -> int:
-    """Those that are not inside yet. From any thread: a copy is made in one go."""
+    """Number of requests that are not inside yet. From any thread, since copying is atomic."""
     return sum(not turn.begun for turn in tuple(queue))

@@ -1,34 +1,27 @@
-"""Grammars for structured output: what callers wrote becomes masks over tokens, by llguidance.
+"""Grammars for structured output, compiled by llguidance and cached.
 
-llguidance since it is one file of 3 MB without dependencies, builds a grammar in about a millisecond, and can go back over
-rejected tokens. (xgrammar brings triton; outlines-core knows no recursion.) It is optional: the extra `grammar`.
+llguidance is one file of 3 MB without dependencies, builds a grammar in about a millisecond, and can roll back rejected
+tokens. (xgrammar needs triton; outlines-core has no recursion.) It is optional: the extra `grammar`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import selectors
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from speclen.worker.requests.request import StructuredOutput
-from speclen.worker.sampling.grammar import Grammar
 from speclen.worker.service.aside import Aside
 from speclen.worker.structured import trial
-from speclen.worker.structured.source import reason, shown, source
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput, reason, shown, source
+from speclen.worker.structured.trial_process import Trial
 
 MAX_WAITING = 16  # new grammars
 TRIAL_S = 5.0  # that one may take
-START_S = 60.0  # that the trial's process may take to read the tokenizer, on a busy machine
 MAX_CACHED = 128  # grammars
 MAX_CACHED_BYTES = 256 * 2**20
-# Of all sequences together: bytes when they begin, and states of their lexers, of some 2 kB, which come as they are needed.
+# Over all sequences: initial bytes, and lexer states of some 2 kB each, which are made on demand.
 MAX_BYTES, MAX_ALL_STATES = 2 * 2**30, 400_000
 LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one sequence may have, however many there are
 
@@ -44,8 +37,8 @@ class Prepared:
 class Grammars:
     """For one event loop. Each new grammar is tried in a process of its own and then built, both in one thread.
 
-    vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may follow a
-    grammar, with a copy of its own of all that it takes.
+    vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may have a
+    copy of a grammar's state.
     """
 
     def __init__(
@@ -61,14 +54,14 @@ class Grammars:
         self.aside = Aside("grammars", MAX_WAITING)
 
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
-        """Raises ValueError with one sentence when it cannot be served, QueueFullError when too many new ones wait."""
+        """The compiled grammar. Raises ValueError with one sentence, or QueueFullError when too many new ones wait."""
         if wanted not in self._prepared:
             self._keep(wanted, await self.aside.do(caller, self._make, wanted))
         self._prepared.move_to_end(wanted)
         return self._prepared[wanted].grammar
 
     def _make(self, wanted: StructuredOutput) -> Prepared:
-        if (known := self._prepared.get(wanted)) is not None:  # made while this caller waited
+        if (known := self._prepared.get(wanted)) is not None:  # made while this call waited
             return known
         text = source(wanted)
         if self._matching is None:
@@ -105,72 +98,6 @@ class Grammars:
             self._prepared.popitem(last=False)
 
     def close(self) -> None:
-        """Wait for the grammar in hand, and end the trial's process."""
+        """Wait for the running trial, and end its process."""
         self.aside.close(wait=True)
         self._trial.stop()
-
-
-class Trial:
-    """The process in which grammars are tried; started when first needed, and again after it has ended. For one thread."""
-
-    def __init__(self, timeout_s: float, max_states: int) -> None:
-        self.max_states = max_states  # of a lexer
-        self.facts: dict[str, Any] = {}  # of the tokenizer
-        self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def run(self, text: str) -> tuple[str, int]:
-        """The fault of a grammar, or ""; and the bytes of memory that it took."""
-        limit_s = START_S
-        try:
-            if self._process is None:
-                self._start()
-            limit_s = self._timeout_s
-            line = self._ask(text, limit_s)
-            if line:
-                answer = json.loads(line)
-                return answer["error"], answer["bytes"]
-            self.stop()
-            return "it is too deep or too large", 0
-        except TimeoutError:
-            self.stop()  # Its answer may yet come, and would be taken for that to the next grammar.
-            return f"preparing it takes more than {limit_s:g} s", 0
-        except BaseException:
-            self.stop()  # What state it is in is not known: the next grammar gets another.
-            raise
-
-    def _start(self) -> None:
-        command = [sys.executable, "-P", str(Path(trial.__file__)), str(self.max_states)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._write(self.facts)
-        self._ask('{"grammars":[{"lark_grammar":"start: /a/"}]}', START_S)  # by then it has read the tokenizer
-
-    def _write(self, content: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has ended, which its empty answer says.
-            self._process.stdin.write(json.dumps(content).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _ask(self, text: str, timeout_s: float) -> bytes:
-        """Its answer; nothing if it has ended. Raises TimeoutError."""
-        self._write(text)
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:  # unlike select.select, it knows descriptors from 1024 on, too
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                raise TimeoutError
-        return self._process.stdout.readline()
-
-    def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()

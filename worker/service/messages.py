@@ -1,4 +1,4 @@
-"""Translates between generation.proto and the engine's own values. Ranges are checked by the engine."""
+"""Translation between generation.proto and the engine's values. The engine checks ranges."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Sequence
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.requests.request import (
-    ANY_OBJECT,
     FinishReason,
     GenerationRequest,
     SamplingParams,
     SequenceOutput,
-    StructuredOutput,
     TokenLogprobs,
 )
 from speclen.worker.requests.validation import check_length, check_lengths
-from speclen.worker.sampling.grammar import Grammar
-from speclen.worker.structured.source import MAX_CHOICES
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 
 MAX_REQUEST_ID = 128
 
@@ -59,7 +57,7 @@ def to_sampling(message: pb.SamplingParams) -> SamplingParams:
 
 
 def to_fixed_length(message: pb.Speculation) -> int | None:
-    """None where the table decides. Raises ValueError for a mode this version does not know."""
+    """None where the table decides. Raises ValueError for an unknown mode."""
     modes = {
         pb.Speculation.MODE_UNSPECIFIED: None,
         pb.Speculation.MODE_AUTO: None,
@@ -79,7 +77,7 @@ def to_request_id(message: pb.GenerateRequest) -> str:
 
 
 def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
-    """None for any output. Raises ValueError when the message says nothing of what it must be, or too many things."""
+    """None for any output. Raises ValueError for an empty constraint, or too many choices."""
     if not message.HasField("structured_output"):
         return None
     wanted = message.structured_output
@@ -116,7 +114,7 @@ def to_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 class SequenceMessages:
-    """Builds the messages of one sequence: merges outputs into chunks, and into the completion what it was told to add."""
+    """Builder of the messages of one sequence: chunks, and the completion of all added outputs."""
 
     def __init__(self, request_id: str, index: int) -> None:
         self.request_id = request_id
@@ -126,7 +124,7 @@ class SequenceMessages:
         self.logprobs: list[TokenLogprobs] = []
 
     def add(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Remember the outputs of one or more steps for the completion."""
+        """Add outputs of one or more steps to the completion."""
         for output in outputs:
             self.token_ids += output.token_ids
             self.text.append(output.text)

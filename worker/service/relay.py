@@ -1,9 +1,8 @@
-"""Carries outputs from the engine's thread to the event loop, many at a time.
+"""Relay of outputs from the engine's thread to the event loop, many at a time.
 
-Waking the event loop for every sequence of every step would cost more of the interpreter than decoding does, and the engine
-shares that interpreter. So outputs gather here, and the loop is woken at once only for what somebody waits for (the
-first tokens of a sequence, its end) and otherwise once per interval, or not at all where the caller gets everything at
-the end.
+Waking the event loop for every sequence of every step would take more of the shared interpreter than decoding does. So
+outputs gather here. The loop wakes at once for the first tokens of a sequence and its end, otherwise once per interval, or
+not at all where the caller gets everything at the end.
 """
 
 from __future__ import annotations
@@ -17,22 +16,18 @@ from typing import Any
 
 from speclen.worker.requests.request import SequenceOutput
 
-# Tokens of one request that wait for its client at most: with 20 log probabilities each they take some 30 MB.
+# Most tokens of one request that wait for its client: with 20 log probabilities each they take some 30 MB.
 MAX_WAITING_TOKENS = 16_384
 
 
 @dataclass(slots=True)
 class OutputStream:
-    """Outputs of one caller's requests on the event loop's side. failure: why none will follow any more.
+    """Outputs of one call, on the event loop. failure: the error that follows the last output.
 
-    begun: whether its requests have their place in the queue; aborted: whether they were to end before that; ending: whether
-    nobody waits for them any more.
-
-    on_output: called with every output as it arrives, whether or not anybody reads.
-
-    task: of the caller, which is cancelled when it gives up; its prompt or grammar may have to be finished before it ends.
-    until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
-    on_overflow: called when they are more than MAX_WAITING_TOKENS.
+    begun: its requests are queued; aborted: they were aborted before that; ending: the caller has left.
+    on_output: called with every output as it arrives. task: of the caller, cancelled when it gives up, though its prompt or
+    grammar may have to be finished. until_end: outputs between the first tokens and the end of a sequence may wait.
+    num_tokens: in `waiting`; on_overflow: called when they exceed MAX_WAITING_TOKENS.
     """
 
     until_end: bool = False
@@ -49,7 +44,7 @@ class OutputStream:
 
     @property
     def is_given_up(self) -> bool:
-        """True if nobody waits for it any more, though it has not ended."""
+        """True if its caller has left, though it has not ended."""
         return self.ending or (self.task is not None and self.task.cancelling() > 0)
 
     def put(self, output: SequenceOutput) -> None:
@@ -63,12 +58,12 @@ class OutputStream:
             self.on_overflow()
 
     def fail(self, error: Exception) -> None:
-        """Let `next` raise the error once it has given what there is; the first one counts."""
+        """Let `next` raise the error after the last output; the first error counts."""
         self.failure = self.failure or error
         self.arrived.set()
 
     async def next(self) -> list[SequenceOutput]:
-        """Everything that arrived since the last call, in order; waits for at least one. Raises the failure."""
+        """All outputs since the last call, in order; waits for at least one. Raises the failure."""
         await self.arrived.wait()
         if self.failure is not None and not self.waiting:
             raise self.failure
@@ -79,7 +74,7 @@ class OutputStream:
 
 
 def is_urgent(output: SequenceOutput) -> bool:
-    """True for the first tokens of a sequence and for its end: somebody waits for them."""
+    """True for the first tokens of a sequence and for its end, for which callers wait."""
     return output.finish_reason is not None or output.num_steps <= 1
 
 
@@ -104,7 +99,7 @@ class OutputRelay:
             self._call(self._deliver_later)
 
     def _call(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
 
     def _deliver_later(self) -> None:

@@ -1,4 +1,4 @@
-"""A request on its way through a worker: which of its sequences are inside, and when it has ended."""
+"""A request on its way through a worker: its admitted sequences, and its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speclen.worker.service.relay import OutputStream
 
 
 class Run:
-    """One request from its place in the queue to its end. leave: frees the place that was entered at that time."""
+    """One request from the queue to its end. leave: frees the place that was entered at that time."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Run:
         self.timeline = timeline
         self.trace = trace
         self.ended = asyncio.Event()
-        self.num_outside = request.sampling.n  # sequences that have not come in: the last ones
-        self._inside: dict[int, float] = {}  # when each of the others came in, but for those that have ended
+        self.num_outside = request.sampling.n  # the last sequences, not admitted yet
+        self._inside: dict[int, float] = {}  # admission times of the others, without ended ones
         self._leave = leave
 
     def enter(self, entered_at: float) -> None:
@@ -38,7 +38,7 @@ class Run:
         self.num_outside -= 1
 
     def saw(self, output: SequenceOutput) -> None:
-        """Take note of every output of the request, in order, whether or not anybody reads it."""
+        """Note every output of the request, in order, also where the client does not read."""
         self.timeline.saw(output)
         self.trace.saw(output)
         if output.finish_reason is None:
@@ -49,12 +49,12 @@ class Run:
             self.ended.set()
 
     def leave(self) -> None:
-        """Free the places that are left."""
+        """Free the remaining places."""
         while self._inside:
             self._leave(self._inside.popitem()[1])
 
     def abort_outside(self) -> bool:
-        """End the sequences that have not come in. The value: True if there are any."""
+        """End the sequences that are not admitted yet. Returns True if there are any."""
         num_outside, self.num_outside = self.num_outside, 0
         for index in range(self.request.sampling.n - num_outside, self.request.sampling.n):
             self.stream.put(

@@ -53,19 +53,20 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
-# The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
-# one busy moment of gRPC would cost more than a whole step.
+# The engine's thread takes the interpreter back between any two operators. At the default of 5 ms one busy moment of the
+# event loop would take longer than a step.
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
 FRONT = "the HTTP front"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
+FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
-# Opens a further way in for the length of a block: from settings, engine, metrics page, and whom to tell when it has failed.
-# The value: one line about it for the user, or nothing.
+# Opens a further front for the length of a block, from settings, engine, metrics page and failure callback. The value: one
+# line about it for the user, or "".
 OpenFront = Callable[
     [WorkerConfig, AsyncEngine, CollectorRegistry, Callable[[BaseException], None]],
     contextlib.AbstractAsyncContextManager[str],
@@ -114,7 +115,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
     servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
-    # The front ends last: until then its callers are told why.
+    # The front ends last, so that its callers get the reason.
     async with (
         probed(config.probe_listen, health_servicer),
         open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front,
@@ -147,7 +148,7 @@ def make_async_engine(
     supervisor: Supervisor,
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
-    """The engine as every edge uses it, and the metrics page, which is served if that is configured."""
+    """The engine for gRPC and HTTP, and the metrics page, served if configured."""
     admission = Admission(
         pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s
     )
@@ -169,7 +170,7 @@ async def ending(
     async_engine: AsyncEngine,
     supervisor: Supervisor,
 ) -> AsyncIterator[None]:
-    """End everything after the block; where that ends by a PartFailedError, at once and with the error for requests."""
+    """End everything after the block; after a PartFailedError at once, with the error for requests."""
     grace_s = 1.0
     try:
         yield
@@ -183,11 +184,11 @@ async def ending(
         async_engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
-        await asyncio.to_thread(async_engine.admission.close)  # it waits for a grammar that is being tried
+        await asyncio.to_thread(async_engine.admission.close)  # waits for a running trial of a grammar
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
-    """The worker's own security, and credentials and metadata for the controller; all that is wrong is told at once.
+    """The worker's security, and credentials and metadata for the controller.
 
     Raises ValueError, or OSError when a port is taken.
     """
@@ -209,7 +210,7 @@ def check_device(config: WorkerConfig) -> None:
 
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
-    """Let the engine run; its end is the worker's, however it comes."""
+    """Run the engine; its end, of any kind, ends the worker."""
     running = asyncio.wrap_future(thread.serve(engine.run))
 
     def ended(future: asyncio.Future[None]) -> None:
@@ -221,7 +222,7 @@ def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -
 
 
 async def wait_until_stopped(running: asyncio.Future[None]) -> None:
-    """Raises PartFailedError when the engine's running step does not come to its end."""
+    """Raises PartFailedError when the engine's running step does not end."""
     if not (await asyncio.wait([running], timeout=STOP_TIMEOUT_S))[0]:
         error = f"{ENGINE} has not stopped within {STOP_TIMEOUT_S:g} s"
         log.critical("the worker ends without its engine", reason=error)
@@ -241,14 +242,14 @@ def watch_threads(config: WorkerConfig, engine: Engine, supervisor: Supervisor) 
 
 
 async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:
-    """Take no more requests, finish the running ones, and hand the last reports over. check: see `wait_until_idle`."""
+    """Take no more requests, finish the running ones, and send the last reports. check: as `wait_until_idle`."""
     engine.drain()
     await wait_until_idle(engine, timeout_s, check)
     await flush_reports(control)
 
 
 async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable[[], None]) -> None:
-    """Wait until every request has been answered. check: called again and again; raises when waiting is of no use."""
+    """Wait until every request is answered. check: called repeatedly; raises when waiting is useless."""
     deadline = time.monotonic() + timeout_s
     while engine.num_open:
         check()
@@ -258,9 +259,9 @@ async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable
         await asyncio.sleep(0.05)
 
 
-async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:
-    """Hand the last reports over, and give the controller a moment to acknowledge them."""
+async def flush_reports(control: ControlClient) -> None:
+    """Send the last reports, and give the controller a moment to acknowledge them."""
     control.hand_over()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + FLUSH_TIMEOUT_S
     while control.connected and control.buffer and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._identity = server_identity(control.card.run_id)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        # Messages are written instead of yielded: only so it can be seen that a client does not take them.
+        # Messages are written, not yielded: only so can a slow client be detected.
         try:
             request_id = to_request_id(request)
             async with self._async_engine.open(request_id, until_end=not request.stream) as stream:
@@ -81,7 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
             await context.abort(code, str(error))
         except Exception as error:
-            if context.done():  # nobody is there to be told
+            if context.done():  # the client is gone
                 raise
             self._async_engine.metrics.refuse(error)
             log.exception("a request over gRPC failed")
@@ -100,7 +100,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
 
         write = functools.partial(self._write, stream, context)
-        sequences: dict[int, SequenceMessages] = {}  # as they come: n is checked where the request is admitted
+        sequences: dict[int, SequenceMessages] = {}  # as they come: n is checked at admission
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
         running = self._async_engine.running(
             [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context), patience_s
@@ -115,7 +115,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     if group[-1].finish_reason is not None:
                         await write(sequence.complete(group[-1]))
                         del sequences[index]
-                    await asyncio.sleep(0)  # the log probabilities of one sequence may take a while
+                    await asyncio.sleep(0)  # log probabilities of one sequence may take long
 
     async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
         kind = message.WhichOneof("input")
@@ -124,12 +124,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if kind == "text":
             return await self._async_engine.admission.encoder.encode(message.text, caller)
         num_ids, limit = len(message.tokenized.input_ids), self._engine.max_context_length
-        if num_ids >= limit:  # said here, before a million of them are copied
+        if num_ids >= limit:  # before a million ids are copied
             raise ValueError(prompt_too_long(num_ids, limit))
         return message.tokenized.input_ids
 
     async def _write(self, stream: OutputStream, context: Context, message: pb.GenerateResponse) -> None:
-        """Send one message. Raises SlowReaderError when the client does not take what was sent before."""
+        """Send one message. Raises SlowReaderError when the client does not read."""
         async with self._async_engine.reading(stream):
             await context.write(message)
 

@@ -1,39 +1,36 @@
-"""Texts to token ids without holding up the event loop, on which every stream and the health checks run.
+"""Encoding of texts without holding up the event loop, on which every stream and the health checks run.
 
 A long text takes a second per megabyte, and memory of some hundred times its size. So long ones are encoded one at a
-time in a thread of their own, callers taking turns, and a text that cannot fit in the model's context is refused before,
-where that is certain.
+time in a thread of their own, callers taking turns. A text far beyond the model's context is refused by its beginning.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
 from typing import Any
-
-from tokenizers.pre_tokenizers import ByteLevel
 
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import TextTooLongError
 from speclen.worker.service.aside import Aside
 
-SHORT_BYTES = 2048  # encoded in place: 2 ms, no more than it would take to change threads while the engine computes
+SHORT_BYTES = 2048  # encoded on the loop: 2 ms, as long as changing threads while the engine computes
 MAX_WAITING = 16  # long texts, each of at most a message's 4 MiB
-TRIM_BYTES = 2**18  # from here on memory is given back after encoding, which glibc would keep
-NFC_FACTOR = 3  # composing characters makes a text in UTF-8 at most so many times shorter (Unicode's NFC FAQ)
+TRIM_BYTES = 2**18  # from here on freed memory, which glibc keeps, is returned to the kernel
+# Of a text longer than so many characters per token of the context, so much is encoded first: where that alone is twice
+# too long, the rest cannot make it fit.
+PREFIX_CHARACTERS = 16
 
 
 class TextEncoder:
-    """Encodes as the tokenizer does when called with a text. For one event loop."""
+    """Encoding as by calling the tokenizer. For one event loop."""
 
     def __init__(self, tokenizer: Any, max_context_length: int) -> None:
         self.tokenizer = tokenizer
         self._max_context_length = max_context_length
-        longest = longest_token_bytes(tokenizer)
-        self._max_bytes = None if longest is None else longest * max_context_length
+        self._prefix_length = PREFIX_CHARACTERS * max_context_length
         self.aside = Aside("encoder", MAX_WAITING)  # of long texts
-        # The first call sets truncation and padding of the tokenizer, which must not change while a thread uses it.
+        # The first call sets truncation and padding, which must not change while a thread uses the tokenizer.
         self._encode("")
 
     async def encode(
@@ -50,11 +47,18 @@ class TextEncoder:
             raise ValueError("prompt holds half a character (a lone surrogate): send whole ones") from None
         if num_bytes <= SHORT_BYTES:
             return self._encode(text, add_special_tokens)
-        if self._max_bytes is not None and num_bytes >= self._max_bytes and not any_length:
-            raise TextTooLongError(
-                f"text has {num_bytes} bytes, too many for the model's context of {self._max_context_length} tokens"
-            )
+        if len(text) > self._prefix_length and not any_length:
+            await self._check_prefix(text[: self._prefix_length], caller)
         return await self.aside.do(caller, self._encode, text, add_special_tokens)
+
+    async def _check_prefix(self, prefix: str, caller: str) -> None:
+        """Raises TextTooLongError for a text whose beginning has twice the tokens of the context."""
+        num_tokens = len(await self.aside.do(caller, self._encode, prefix))
+        if num_tokens > 2 * self._max_context_length:
+            raise TextTooLongError(
+                f"text begins with {num_tokens} tokens in {len(prefix)} characters: the model's context holds "
+                f"{self._max_context_length}"
+            )
 
     async def decode(self, ids: Sequence[int], caller: str) -> str:
         """Text of token ids, special tokens included. Raises QueueFullError when too many long ones wait."""
@@ -68,7 +72,7 @@ class TextEncoder:
         return named
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # The call lets go of the interpreter while it encodes; the backend's `encode` would not.
+        # The call releases the interpreter while it encodes; the backend's `encode` does not.
         options = {} if add_special_tokens else {"add_special_tokens": False}
         ids = list(self.tokenizer(text, verbose=False, **options)["input_ids"])
         if len(text) >= TRIM_BYTES:
@@ -77,66 +81,8 @@ class TextEncoder:
 
 
 def give_memory_back() -> None:
-    """Let glibc return what it holds free: one text of 4 MiB takes 600 MB, which it would keep for the next one."""
+    """Return freed memory to the kernel: one text of 4 MiB takes 600 MB, which glibc would keep."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
-        return  # Another C library, which does as it does.
-
-
-def longest_token_bytes(tokenizer: Any) -> int | None:
-    """Bytes of text in UTF-8 that one token stands for at most; None where no such bound is certain.
-
-    Certain is it for BPE that knows every byte and whose other parts drop nothing of the text.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    parts = json.loads(backend.to_str())
-    factor = _shrinking(parts["normalizer"])
-    added = parts["added_tokens"]
-    if factor is None or not _splits_only(parts["pre_tokenizer"]) or any(t["lstrip"] or t["rstrip"] for t in added):
-        return None
-    model = parts["model"]
-    vocab = model.get("vocab")
-    if model.get("type") != "BPE" or not _knows_every_byte(model, vocab, parts["pre_tokenizer"]):
-        return None
-    return factor * max(len(token.encode()) for token in [*vocab, *(t["content"] for t in added)])
-
-
-def _children(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return part[name] if part["type"] == "Sequence" else [part]
-
-
-def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """How many times shorter a text may become; None where that is unknown."""
-    if normalizer is None:
-        return 1
-    factor = 1
-    for part in _children(normalizer, "normalizers"):
-        if part["type"] == "NFC":
-            factor *= NFC_FACTOR
-        elif part["type"] == "Replace":
-            pattern = part["pattern"].get("String")
-            if pattern is None or len(part["content"].encode()) < len(pattern.encode()):
-                return None
-        elif part["type"] != "Prepend":
-            return None
-    return factor
-
-
-def _splits_only(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """True if nothing of the text is lost between words."""
-    if pre_tokenizer is None:
-        return True
-    kept = {"ByteLevel", "Digits", "Metaspace"}
-    parts = _children(pre_tokenizer, "pretokenizers")
-    return all(part["type"] in kept or (part["type"] == "Split" and part["behavior"] != "Removed") for part in parts)
-
-
-def _knows_every_byte(model: dict[str, Any], vocab: dict[str, int], pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Otherwise any length of unknown text may become one token."""
-    if model.get("byte_fallback"):
-        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
-    parts = [] if pre_tokenizer is None else _children(pre_tokenizer, "pretokenizers")
-    return any(p["type"] == "ByteLevel" for p in parts) and vocab.keys() >= set(ByteLevel.alphabet())
+        return  # another C library

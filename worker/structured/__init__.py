@@ -1,1 +1,1 @@
-"""Grammars of structured output, in the words of the library that follows them."""
+"""Grammars of structured output: their source, their trial, and the masks that follow them."""

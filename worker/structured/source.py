@@ -1,21 +1,36 @@
-"""Structured output as llguidance takes it. A fault is told in one sentence."""
+"""Structured output as llguidance's grammars. Errors are one sentence."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
-
-from speclen.worker.requests.request import StructuredOutput
 
 MAX_TEXT = 64 * 1024  # characters of a schema, a regular expression, a grammar, or a list of choices
 MAX_CHOICES = 4096
 MAX_SHOWN = 80  # characters of a value in an error
 
+ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """Constraint of an output, as the caller wrote it.
+
+    kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
+    between the parts of JSON, "" for none, else a regex of it. field: name for errors.
+    """
+
+    kind: str
+    text: str
+    whitespace: str | None = None
+    field: str = field(default="structured_output", compare=False)
+
 
 def source(wanted: StructuredOutput) -> str:
-    """The grammar as llguidance takes it.
+    """The grammar in llguidance's form.
 
-    Raises ValueError for what is too long or no text, or when llguidance is not installed.
+    Raises ValueError for text that is too long or malformed, or when llguidance is not installed.
     """
     if len(wanted.text) > MAX_TEXT:
         raise ValueError(f"{wanted.field} has {len(wanted.text)} characters, at most {MAX_TEXT} are allowed")
@@ -42,7 +57,7 @@ def choice_grammar(wanted: StructuredOutput) -> str:
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise ValueError(f"{wanted.field} has {len(choices)} choices, allowed are 1 to {MAX_CHOICES}")
     check_whole(wanted.field, "".join(choices))
-    # In ASCII, since Lark's strings hold no control characters, and to JSON the last of ASCII is none.
+    # In ASCII: Lark's strings hold no control characters, and JSON does not escape DEL otherwise.
     return "start: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
@@ -57,7 +72,7 @@ def json_grammar(wanted: StructuredOutput) -> str:
     check_whole(wanted.field, spelled)
     if not isinstance(schema, dict) and schema is not True:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is no JSON schema that anything fits")
-    # It knows no oneOf, unless it sees that the branches exclude one another, which it does not of tags with a default.
+    # oneOf is only supported where the branches provably exclude one another, which tags with a default do not.
     options: dict[str, Any] = {"coerce_one_of": True}
     if wanted.whitespace == "":
         options["whitespace_flexible"] = False
@@ -71,7 +86,7 @@ def json_grammar(wanted: StructuredOutput) -> str:
 
 
 def check_whole(field: str, text: str) -> None:
-    """Raises ValueError for a text that UTF-8 cannot hold."""
+    """Raises ValueError for a text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -83,7 +98,7 @@ def shown(text: str) -> str:
 
 
 def reason(error: str) -> str:
-    """A library's message in one line: parsers put the reason last, after a picture of the place."""
+    """A library's error in one line: parsers put the reason last, after a picture of the place."""
     lines = [line.strip() for line in error.splitlines() if line.strip() and line.strip(" ^|")]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (told or [line for line in lines if not line.startswith("<")] or ["it is not understood"])[0][:300]

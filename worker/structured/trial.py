@@ -1,9 +1,8 @@
-"""A process of its own that tries grammars before the worker uses them.
+"""A child process that tries grammars before the worker uses them.
 
-Some small schemas take minutes or gigabytes to prepare, and some deep ones overflow the stack of the library that does it,
-which ends its process. Here that ends nothing else. One JSON object a line: first the tokenizer, then grammars; for each of
-these an answer, {"error", "bytes"}. Its argument: the most states of a lexer. It ends when its input does. Imports nothing
-of ours and nothing slow.
+Some small schemas take minutes or gigabytes to compile, and some deep ones overflow the stack of llguidance, which ends the
+process. Input is one JSON object a line: the tokenizer, then grammars. Each grammar has an answer, {"error", "bytes"}. Its
+argument is the most states of a lexer. Imports nothing of ours and nothing slow.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MAX_GRAMMAR_SIZE = 50_000  # symbols: what a mask over all tokens may have to look at, some 30 ms
+MAX_GRAMMAR_SIZE = 50_000  # symbols, which a mask may have to visit: some 30 ms
 MAX_LEXER_STATES = 50_000  # of some 2 kB each; fewer where many sequences share the memory
-# Of the parser for one mask, some 8 ms at worst; the time grows with their square, and all sequences of a step wait. Schemas
-# with 150 optional properties need less than half of them.
+# Of the parser for one mask, some 8 ms at worst, quadratic in their number; all sequences of a step wait. Schemas with 150
+# optional properties need less than half.
 MAX_ITEMS = 2000
 STACK_BYTES = 4 * 2**20  # less than the worker's threads have
 MEMORY_BYTES = 2 * 2**30  # of address space
 
 
 def make_tokenizer(text: str, vocab_size: int | None, end_ids: list[int]) -> Any:
-    """llguidance's tokenizer, from a tokenizer.json. Raises ValueError for kinds that it does not know."""
+    """llguidance's tokenizer, from a tokenizer.json. Raises ValueError for unknown kinds."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)

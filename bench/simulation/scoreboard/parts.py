@@ -9,6 +9,7 @@ from typing import Any
 
 from speclen.bench.simulation import policy
 from speclen.bench.simulation.learner import EstimatorLearner
+from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
@@ -17,11 +18,7 @@ from speclen.records import Arm
 
 H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
 PROBE_STEPS = {"vllm-h200": 4, "own-h200": 3}  # vLLM's first step of a probe is no usable sample
-# Situations that users meet, one of each kind that `bench policy` has.
-POLICY = (
-    *("stationary", "cold", "throttled", "steady-x3", "acceptance", "other-hardware", "never", "tails", "neighbour"),
-    *("cliffs", "correlated", "first-minute-cold", "classes", "unlike-2", "liar-all"),
-)
+POLICY = tuple(SCENARIOS)
 CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
 SEEDS = {"h200": 20, "policy": 8}
 LOADS = (1, 2, 4, 8, 16)

@@ -89,7 +89,7 @@ Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
 class ServerIdentity(google.protobuf.message.Message):
-    """Whose a server is: compared by whoever started or expects one, so that nobody takes another's for its own."""
+    """Identity of a server, so that nobody uses another system's server by mistake."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -121,7 +121,7 @@ Global___ServerIdentity: typing_extensions.TypeAlias = ServerIdentity
 
 @typing.final
 class ContextKey(google.protobuf.message.Message):
-    """What step times depend on. Acceptance depends on target and draft alone, and is shared between contexts."""
+    """Everything that step times depend on. Acceptance depends on target and draft alone; contexts share it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -187,7 +187,7 @@ class WorkerLimits(google.protobuf.message.Message):
     max_speculation_length: builtins.int
     """Largest speculation length. 0 to 64."""
     ngram: builtins.bool
-    """Whether sequences can propose n-gram (prompt-lookup) tokens."""
+    """True if sequences can propose n-gram (prompt-lookup) tokens."""
     probe_steps: builtins.int
     """Consecutive steps of a probe. 1 to 16; 0: 3. More where the first step of another arm is no usable sample of time."""
     def __init__(
@@ -352,7 +352,7 @@ class StepReport(google.protobuf.message.Message):
     speculation_length: builtins.int
     """Tokens that the draft model drafted per sequence that it drafted for."""
     ngram: builtins.bool
-    """Whether sequences with a match proposed n-gram tokens."""
+    """True if sequences with a match proposed n-gram tokens."""
     latency_s: builtins.float
     """Wall time of the whole step: draft, verify, accept, bookkeeping. 1e-6 to 3600."""
     mean_context_length: builtins.float

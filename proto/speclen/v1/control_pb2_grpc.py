@@ -26,10 +26,10 @@ if _version_not_supported:
 
 
 class ControlServiceStub(object):
-    """What workers and the controller say to each other.
+    """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
-    the draft model proposes per row and step; 0 is plain decoding.
+    the draft model drafts per sequence and step; 0 is plain decoding.
     """
 
     def __init__(self, channel):
@@ -71,10 +71,10 @@ class ControlServiceStub(object):
 
 
 class ControlServiceServicer(object):
-    """What workers and the controller say to each other.
+    """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
-    the draft model proposes per row and step; 0 is plain decoding.
+    the draft model drafts per sequence and step; 0 is plain decoding.
     """
 
     def RegisterWorker(self, request, context):
@@ -117,7 +117,7 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetControllerInfo(self, request, context):
-        """Whose the controller is.
+        """Names the run, database and process of the controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,10 +165,10 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
-    """What workers and the controller say to each other.
+    """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
-    the draft model proposes per row and step; 0 is plain decoding.
+    the draft model drafts per sequence and step; 0 is plain decoding.
     """
 
     @staticmethod

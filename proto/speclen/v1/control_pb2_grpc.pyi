@@ -122,10 +122,10 @@ _ControlServiceGetControllerInfoType = typing_extensions.TypeVar(
 )
 
 class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _ControlServiceReportStepType, _ControlServiceStreamReportsType, _ControlServiceGetLearnedTableType, _ControlServiceImportProfileType, _ControlServiceGetControllerInfoType]):
-    """What workers and the controller say to each other.
+    """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
-    the draft model proposes per row and step; 0 is plain decoding.
+    the draft model drafts per sequence and step; 0 is plain decoding.
     """
 
     @typing.overload
@@ -207,7 +207,7 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
     """Seeds a context from an offline profile."""
 
     GetControllerInfo: _ControlServiceGetControllerInfoType
-    """Whose the controller is."""
+    """Names the run, database and process of the controller."""
 
 ControlServiceAsyncStub: typing_extensions.TypeAlias = ControlServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -237,10 +237,10 @@ ControlServiceAsyncStub: typing_extensions.TypeAlias = ControlServiceStub[
 ]
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
-    """What workers and the controller say to each other.
+    """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
-    the draft model proposes per row and step; 0 is plain decoding.
+    the draft model drafts per sequence and step; 0 is plain decoding.
     """
 
     @abc.abstractmethod
@@ -296,6 +296,6 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.control_pb2.GetControllerInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.GetControllerInfoResponse, collections.abc.Awaitable[speclen.v1.control_pb2.GetControllerInfoResponse]]:
-        """Whose the controller is."""
+        """Names the run, database and process of the controller."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -194,7 +194,7 @@ Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
 class StructuredOutput(google.protobuf.message.Message):
-    """What the output must be, as long as max_tokens does not cut it short. It applies to every token, drafted ones included."""
+    """Constraint on the output, unless max_tokens cuts it short. It applies to every token, also to draft tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -256,7 +256,7 @@ Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
 
 @typing.final
 class Speculation(google.protobuf.message.Message):
-    """How many tokens are drafted for this request."""
+    """Number of tokens drafted for this request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -420,7 +420,7 @@ Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
 class SpeculationStats(google.protobuf.message.Message):
-    """What speculation did for one sequence."""
+    """Speculation statistics of one sequence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -428,7 +428,7 @@ class SpeculationStats(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
-    """Steps in which the row took part."""
+    """Steps in which the sequence took part."""
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     def __init__(

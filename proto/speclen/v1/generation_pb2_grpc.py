@@ -74,7 +74,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+        """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
         INVALID_ARGUMENT: too many ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

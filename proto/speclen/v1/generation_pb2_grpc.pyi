@@ -142,7 +142,7 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
     """
 
     Abort: _GenerationServiceAbortType
-    """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+    """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
     INVALID_ARGUMENT: too many ids.
     """
 
@@ -193,7 +193,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.generation_pb2.AbortResponse, collections.abc.Awaitable[speclen.v1.generation_pb2.AbortResponse]]:
-        """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+        """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
         INVALID_ARGUMENT: too many ids.
         """
 

@@ -1,12 +1,14 @@
-"""Passes on OpenVINO, for x86 CPUs: the `openvino` package alone, from any transformers model that passes the check.
+"""Passes on OpenVINO, for x86 CPUs: any transformers model that passes the check, by the `openvino` package alone.
 
-    trace.py    the model as torch records it, attention and products standing as operators of our own
-    convert.py  what OpenVINO makes of that
-    blocks.py   keys and values in blocks, and rows as lists of them
-    model.py    the compiled model, and its passes
+    trace.py       the model as torch.jit.trace records it, with operators of our own for attention and products
+    convert.py     its conversion to OpenVINO
+    blocks.py      keys and values in blocks; a row is a list of blocks
+    prefix.py      prefix cache: blocks by their tokens
+    inputs.py      inputs of a pass
+    model.py       the compiled model and its passes
     huge_pages.py  larger pages for its weights
 
-Nothing outside this folder imports `openvino`, and this module does only when it is asked to load a model.
+Only this folder imports `openvino`, and this module only when it loads a model.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel
 from speclen.worker.models.loading import cpu_has_bfloat16
 
-# The attention operator is not public, so another version may mean something else by it.
+# The attention operator is not public, so another version may give it other inputs.
 TESTED_VERSION = "2026.4."
 # Its bfloat16 kernels for AMX end the process with SIGFPE on some virtual machines. Set the variable to allow them.
 MOST_ISA = "AVX512_CORE_FP16"
 
-# It would send the makers a message at every import, from a fork of a process that has threads. As if not installed:
+# It would send statistics at every import, from a fork of a process with threads. Pretend it is not installed:
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 
 def installed_version() -> str | None:
-    """Of the openvino package, None when there is none."""
+    """Version of the openvino package; None when it is not installed."""
     try:
         return version("openvino") if importlib.util.find_spec("openvino") else None
     except PackageNotFoundError:
@@ -43,7 +45,7 @@ def installed_version() -> str | None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this machine cannot run such models on OpenVINO, as a clause; None when it is worth trying."""
+    """Reason for which this machine cannot run models on OpenVINO, as a clause; None where it may."""
     found = installed_version()
     if device.type != "cpu":
         return f"it runs on CPUs, and the models are on {device}"
@@ -72,8 +74,8 @@ def load(
 ) -> PassModel:
     """The model with `num_rows` rows of up to `row_length` tokens. It shares the given model's weights.
 
-    max_cached_tokens: of rows that have ended, remembered for others that begin alike.
-    Raises whatever conversion and compilation raise for what they do not know, MemoryError when the rows do not fit.
+    max_cached_tokens: capacity of the prefix cache.
+    Raises the errors of conversion and compilation, of any kind; MemoryError when the rows do not fit.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", MOST_ISA)
     # Not at the top: importing takes a third of a second, and most machines have no openvino.

@@ -1,8 +1,8 @@
-"""Keys and values in blocks that stay where they are: a row is a list of blocks. Knows nothing of models or OpenVINO.
+"""Keys and values in blocks of fixed addresses: a row is a list of blocks. Independent of models and OpenVINO.
 
 Layout. Every layer has two arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], keys and values; block 7 is block 7 in all of
-them. A row's table names the blocks of its tokens, in order. Exchanging rows exchanges tables, and rows that begin alike
-share the blocks that are full: those are never written again. What rows held is remembered in the same way, for later ones.
+them. A row's table names the blocks of its tokens, in order. Exchanging rows exchanges tables. Rows with the same beginning
+share full blocks, which are never written again; so does the prefix cache with later rows.
 
 Memory. As in `kv_cache`, addresses are reserved and the kernel backs what is written. Free blocks are used again, the last
 freed first; beyond FREE_BLOCKS of them, their memory goes back.
@@ -26,8 +26,7 @@ FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not
 class BlockPool:
     """Tables of `num_rows` rows of up to `max_length` tokens, and the memory of their blocks. A `RowStore`.
 
-    max_cached_tokens: of blocks that are remembered, on top of what rows hold. num_looked_up_tokens: that rows asked for;
-    num_reused_tokens: that they began with.
+    max_cached_tokens: of the prefix cache, on top of the rows. num_looked_up_tokens, num_reused_tokens: its queries, hits.
     caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as its bits, uint16.
     Raises MemoryError, with a sentence, when the addresses cannot be had.
     """
@@ -48,7 +47,7 @@ class BlockPool:
         self.dtype = dtype
         row_blocks = -(-max_length // BLOCK_TOKENS)
         num_cached = max_cached_tokens // BLOCK_TOKENS
-        # The last one is no row's: for tokens whose keys and values nobody reads.
+        # The last block belongs to no row: for padding tokens.
         self.spare_block = num_rows * row_blocks + num_cached
         self.num_blocks = self.spare_block + 1
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
@@ -86,10 +85,10 @@ class BlockPool:
         return [flat[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
 
     def reach(self, first_row: int, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Let rows first_row, ... have room for ends[r] tokens.
+        """Extend rows first_row, ... to ends[r] tokens.
 
-        Returns their blocks, row after row, and where each row's begin in that, as int32. The same arrays as long as the
-        answer is the same: passes that follow each other ask for the same blocks but for one in 32.
+        Returns their blocks, row after row, and the beginning of each row in that, as int32. The same arrays as long as the
+        answer is the same, as in 31 of 32 successive passes.
         """
         needed = (ends + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
         asked = first_row, needed.tobytes()
@@ -194,13 +193,13 @@ class BlockPool:
         self._bare.append(block)
 
     def num_bytes_held(self) -> int:
-        """Memory behind the rows, blocks that they share counted once, without what is remembered only."""
+        """Memory of the rows, shared blocks counted once, without the prefix cache."""
         held = [self._tables[row, :blocks] for row, blocks in enumerate(self._held)]
         return len(np.unique(np.concatenate(held))) * BLOCK_TOKENS * self.bytes_per_token
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Beginnings of runs of these lengths, one after the other, and the end of the last one. int32, [runs + 1]."""
+    """Beginnings of consecutive runs of these lengths, and the end of the last one. int32, [runs + 1]."""
     begins = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=begins[1:])
     return begins

@@ -1,7 +1,7 @@
-"""Makes an OpenVINO model of a transformers one: tokens in rows of blocks in, the wanted logits out.
+"""Conversion of a transformers model to OpenVINO: from tokens in rows of blocks to the wanted logits.
 
-The attention operator, `PagedAttentionExtension`, is the one that OpenVINO GenAI runs on. It is not part of OpenVINO's
-public interface, so the version is pinned, and whoever loads a model checks what it computes.
+Attention is OpenVINO GenAI's operator, `PagedAttentionExtension`. It is not part of OpenVINO's public interface, so the
+version is pinned, and every loaded model is checked.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def cache_names(num_layers: int) -> list[str]:
 def convert(model: Any, layers: Sequence[LayerShape]) -> tuple[ov.Model, list[Weight]]:
     """The model with the inputs named above, and the weights whose memory it reads: it does not keep them itself.
 
-    Raises NotConvertibleError, or whatever OpenVINO raises for what it does not know.
+    Raises NotConvertibleError, or OpenVINO's errors for operators that it does not know.
     """
     traced, weights = trace(model, layers)
-    # Not `openvino.convert_model`, which may send statistics of its use to its makers.
+    # Not `openvino.convert_model`, which may send statistics.
     frontend = FrontEndManager().load_by_framework("pytorch")
     frontend.add_extension(ConversionExtension("speclen::paged_attention", _paged_attention))
     frontend.add_extension(ConversionExtension("speclen::linear", lambda context: _linear(context, weights)))
@@ -52,7 +52,7 @@ def convert(model: Any, layers: Sequence[LayerShape]) -> tuple[ov.Model, list[We
 
 
 def _paged_attention(context: Any) -> list[ov.Output]:
-    """The operator's 28 inputs; those that are empty or 0 belong to features that are not used."""
+    """The operator with its 28 inputs; the empty and zero ones belong to unused features."""
     inputs = [context.get_input(index) for index in range(10)]
     kv_heads, head_dim, scale, window = (context.get_values_from_const_input(index) for index in range(10, 14))
     nothing = {dtype: ops.constant(np.zeros(0, dtype)).output(0) for dtype in (np.int32, np.float32, np.uint8)}
@@ -98,9 +98,9 @@ def _embedding(context: Any, weights: list[Weight]) -> list[ov.Output]:
 
 
 def _constant(weight: Weight) -> ov.Output:
-    """The weight as float32, kept in its own dtype: OpenVINO computes in what it is told at compilation."""
+    """The weight as float32, stored in its own dtype. The compilation sets the precision of products."""
     if isinstance(weight, Int8Weight):
-        # In this form, and no other, its products read the 8 bits.
+        # Only in this form do products read the 8 bits.
         return ops.multiply(_constant(weight.values), _constant(weight.scales)).output(0)
     if weight.dtype == torch.int8:
         return ops.convert(ops.constant(weight.numpy(), shared_memory=True), "f32").output(0)
@@ -117,7 +117,7 @@ def _name_inputs(model: ov.Model, layers: Sequence[LayerShape]) -> None:
             rank = parameter.get_partial_shape().rank.get_length()
             parameter.set_partial_shape(ov.PartialShape([-1] * rank))
         else:
-            # The plugin chooses layout and type, by the precision of the cache that it is told.
+            # The plugin chooses layout and type by KV_CACHE_PRECISION.
             parameter.set_element_type(ov.Type.dynamic)
             parameter.set_partial_shape(ov.PartialShape([-1, -1, -1, -1]))
         parameter.output(0).tensor.set_names({name})
@@ -125,7 +125,7 @@ def _name_inputs(model: ov.Model, layers: Sequence[LayerShape]) -> None:
 
 
 def _fold_scalars(model: ov.Model) -> None:
-    """Make constants of converted constants of one element: the rotary embedding is not recognised with them in it."""
+    """Replace converted constants of one element by constants, else the rotary embedding is not recognised."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Convert":
             continue

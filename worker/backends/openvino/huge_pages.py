@@ -1,8 +1,8 @@
-"""Lets the kernel back the weights of a compiled model by pages of 2 MiB. Knows nothing of models.
+"""Pages of 2 MiB for the weights of a compiled model.
 
-A pass reads every weight once. In pages of 4 KiB each of them is looked up in page tables first, twice in a virtual machine,
-and what prefetches ends with the page. The library that allocates the weights does not ask for more, so what has become
-memory of the process meanwhile is collapsed afterwards (madvise(2), MADV_COLLAPSE, Linux 6.1).
+A pass reads every weight once. Every page of 4 KiB needs a look-up in page tables, two in a virtual machine, and ends a
+prefetch. The library that allocates the weights does not ask for larger pages, so memory that the process has gained
+meanwhile is collapsed afterwards (madvise(2), MADV_COLLAPSE, Linux 6.1).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class NewMemory:
         self._before = _present() if _allowed() else None
 
     def use_huge_pages(self) -> None:
-        """Back what is in use of it by huge pages, where the system has them and does not forbid them."""
+        """Collapse the part in use into huge pages, where the system allows it."""
         if self._before is None:
             return
         pages = whole_pages(without(_present(), self._before))
         failed = [error for page in pages if (error := _collapse(page))]
-        if failed:  # parts that nobody has written yet, or no room: they stay as they are
+        if failed:  # unwritten parts, or no memory: they stay as they are
             log.debug("%d of %d times 2 MiB stay in small pages: %s", len(failed), len(pages), failed[-1])
 
 
@@ -49,7 +49,7 @@ def _allowed() -> bool:
 
 
 def anonymous(maps: str) -> list[Range]:
-    """Private writable memory that is no file's, ascending. maps: as /proc/PID/maps has it."""
+    """Private writable memory without a file, ascending. maps: text of /proc/PID/maps."""
     lines = [line.split() for line in maps.splitlines()]
     found = [fields[0].split("-") for fields in lines if fields[1] == "rw-p" and fields[4] == "0"]
     return [(int(begin, 16), int(end, 16)) for begin, end in found]

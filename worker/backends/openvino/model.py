@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
+from speclen.worker.backends.openvino.inputs import Input, Layout, joined, layout_of
 from speclen.worker.backends.openvino.trace import Weight
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
@@ -24,13 +23,13 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
-# Products of bfloat16 take longer for one row or two than for three to six (docs/engine.md): such a pass gets tokens that
-# nobody wants, up to so many.
+# Products in bfloat16 take longer for one or two tokens than for three to six (docs/explanation/engine.md): such a pass is
+# padded to so many.
 SLOW_TOKENS, FILLED_TOKENS = 2, 4
-# A pass of another number of tokens than the one before takes longer by what 12 to 25 tokens do, since every operation
-# is prepared anew (docs/engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
+# A pass with another number of tokens than the one before takes as long as with 12 to 25 more tokens, since every
+# operation is prepared anew (docs/explanation/engine.md): it is padded where so few are missing, for so many passes.
 MISSING_TOKENS, FILLED_PASSES = 8, 8
-FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and places of tokens that nobody wants
+FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and positions of padding tokens
 # Numbers of threads for which a model is kept, each with a copy of its weights.
 MOST_COPIES = 3
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
@@ -39,7 +38,7 @@ MEMORY_MARGIN = 4  # times a model's weights that must be free before another co
 class OpenVinoModel:
     """A `PassModel`. model, weights: as converted; num_weight_bytes: of the model's weights.
 
-    A compiled model has a copy of the weights in its kernels' own layout, and a fixed number of threads.
+    A compiled model has a copy of the weights in its kernels' layout, and a fixed number of threads.
     """
 
     device = CPU
@@ -60,13 +59,12 @@ class OpenVinoModel:
         self.max_context_length = max_context_length
         self.num_first_uses = 0
         self._model = model
-        self._weights = weights  # kept, since compiled models read them at their first pass, whoever has let go of them
+        self._weights = weights  # compiled models read them at their first pass
         self._num_weight_bytes = num_weight_bytes
-        self._seen: set[tuple[int, ...]] = set()  # threads, tokens and wanted logits of passes
         self._threads = num_threads
-        self._inputs = {name: _Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
-        self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
-        self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
+        self._inputs = {name: Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
+        self._inputs |= {name: Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
+        self._inputs[BLOCK_INPUTS[-1]] = Input(ov.Type.i32, 0)
         self._slow_tokens = SLOW_TOKENS if pool.dtype == torch.bfloat16 else 0
         self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
         self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
@@ -74,7 +72,7 @@ class OpenVinoModel:
         self._requests = {num_threads: self._make_request(num_threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
-        """The model compiled in the numbers that were asked for: computed and kept in the pool's dtype."""
+        """The model compiled to compute, and to keep keys and values, in the pool's dtype."""
         precision = PRECISIONS[self.pool.dtype]
         options = {
             "INFERENCE_PRECISION_HINT": precision,
@@ -106,10 +104,9 @@ class OpenVinoModel:
         for old in spare[: max(0, len(self._requests) - MOST_COPIES)]:
             del self._requests[old]
             self._new_memory.pop(old, None)
-            self._seen = {shape for shape in self._seen if shape[0] != old}
 
     def _lay_out_weights(self) -> None:
-        """Run the first pass, which brings the weights into their kernels' layout, on tokens that nobody wants."""
+        """Run the first pass, which lays out the weights for their kernels, on padding tokens."""
         tokens = FILLER[:FILLED_TOKENS]
         self._infer(
             input_ids=tokens,
@@ -130,15 +127,15 @@ class OpenVinoModel:
     def _forward_ragged(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """Logits of parts of which some are ragged."""
         ragged = [RaggedPart.of(part) if isinstance(part, PassPart) else part for part in parts]
-        past, counts = _joined([part.starts for part in ragged]), _joined([part.counts for part in ragged])
-        num_wanted = _joined([part.num_logits for part in ragged])
+        past, counts = joined([part.starts for part in ragged]), joined([part.counts for part in ragged])
+        num_wanted = joined([part.num_logits for part in ragged])
         begins = begins_of(counts)
         rows = np.repeat(np.arange(len(counts)), counts)
         offsets = np.arange(len(rows)) - begins[rows]
         ends = past + counts
-        blocks, block_begins = self.pool.reach_rows(_joined([part.rows for part in ragged]), ends)
+        blocks, block_begins = self.pool.reach_rows(joined([part.rows for part in ragged]), ends)
         logits = self._infer(
-            input_ids=_joined([part.ids.numpy() for part in ragged]),
+            input_ids=joined([part.ids.numpy() for part in ragged]),
             position_ids=np.minimum(past[rows] + offsets, self.max_context_length - 1),
             wanted=np.flatnonzero(offsets >= (counts - num_wanted)[rows]),
             past_lens=past,
@@ -154,32 +151,32 @@ class OpenVinoModel:
         ]
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
-        """As HostModel. Not what `forward` calls: who times both counts each pass once."""
+        """As HostModel. `forward` does not call it, so that a clock on both counts each pass once."""
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
-        layout = _layout(((*ids.shape, num_logits),))
+        layout = layout_of(((*ids.shape, num_logits),))
         past = rows.starts + column
         ends = past + layout.counts
         logits = self._infer_same(layout, ids.reshape(-1), past, ends, self.pool.reach(rows.first_row, ends))
         return logits.reshape(rows.num_rows, num_logits, -1)
 
     def _forward_same(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of parts whose rows are fed equally many tokens."""
+        """Logits of parts whose rows have equally many tokens."""
         if len(parts) == 1:
             (part,) = parts
             return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
-        layout = _layout(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
-        past = _joined([part.rows.starts + part.column for part in parts])
-        ids, ends = _joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
+        layout = layout_of(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
+        past = joined([part.rows.starts + part.column for part in parts])
+        ids, ends = joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
         logits = torch.from_numpy(self._infer_same(layout, ids, past, ends, self._blocks(parts, ends)))
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _infer_same(
-        self, layout: _Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
+        self, layout: Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
-        """As `_infer`, for tokens whose layout is remembered. held: blocks of the rows, and where each row's begin."""
+        """As `_infer`, for a cached layout. held: blocks of the rows, and the beginning of each row in them."""
         blocks, begins = held
         longest = int(ends.max())
         positions = past if layout.is_single else past[layout.rows] + layout.offsets
@@ -197,7 +194,7 @@ class OpenVinoModel:
         )
 
     def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of all rows of the pass, row after row, and where each row's begin."""
+        """Blocks of all rows of the pass, row after row, and the beginning of each row in them."""
         found, at = [], 0
         for part in parts:
             found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
@@ -206,7 +203,7 @@ class OpenVinoModel:
         return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
     def _size_of(self, num_tokens: int) -> int:
-        """Tokens of the next pass, of which so many are wanted."""
+        """Tokens of the next pass, padding included."""
         size = FILLED_TOKENS if num_tokens <= self._slow_tokens else num_tokens
         if size < self._size <= size + MISSING_TOKENS and self._num_filled < FILLED_PASSES:
             self._num_filled += 1
@@ -215,7 +212,7 @@ class OpenVinoModel:
         return self._size
 
     def _filled_up(self, inputs: dict[str, Any], size: int) -> dict[str, Any]:
-        """The inputs with a row more, of tokens whose logits are not wanted, in a block that no other row has."""
+        """The inputs with one more row, of padding tokens in the spare block."""
         more = FILLER[: size - len(inputs["input_ids"])]
         news = {"input_ids": more, "position_ids": more, "past_lens": FILLER[:1]}
         lasts = {
@@ -231,7 +228,7 @@ class OpenVinoModel:
         )
 
     def _with_last(self, name: str, array: np.ndarray, last: int) -> np.ndarray:
-        """An input with an element more; the same array as long as both are the same, which then is not filled again."""
+        """An input with one more element; the same array while both are the same, so that it is not filled again."""
         known, known_last, extended = self._extended.get(name, (None, 0, array))
         if known is not array or known_last != last:
             extended = np.append(array, last)
@@ -239,80 +236,16 @@ class OpenVinoModel:
         return extended
 
     def _infer(self, **inputs: Any) -> np.ndarray:
-        """Logits [wanted, vocab]; they lie in the request's own memory. inputs: arrays, and one integer."""
+        """Logits [wanted, vocab] in the request's own memory. inputs: arrays, and one integer."""
         num_tokens = len(inputs["input_ids"])
         if (size := self._size_of(num_tokens)) > num_tokens:
             inputs = self._filled_up(inputs, size)
         for name, array in inputs.items():
             self._inputs[name].fill(array)
-        # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
+        # By default the wrapper copies the logits; looking outputs up by number takes longer.
         (logits,) = self._requests[self._threads].infer(share_outputs=True).values()
-        shape = self._threads, self._inputs["input_ids"].size, len(logits)
-        if shape not in self._seen:
-            self._seen.add(shape)
+        # A new number of tokens or logits is no first use: it costs what every change of size does.
+        if (memory := self._new_memory.pop(self._threads, None)) is not None:
             self.num_first_uses += 1
-            if (memory := self._new_memory.pop(self._threads, None)) is not None:
-                memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
+            memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
         return logits
-
-
-class _Input:
-    """An input of the compiled model, in a tensor that it reads at every pass. What stays as it is is not filled again.
-
-    Arrays are known by identity, so whoever fills it must not change them afterwards.
-    """
-
-    def __init__(self, kind: ov.Type, rank: int) -> None:
-        self.tensor = ov.Tensor(kind, [1] * rank)
-        self._view = self.tensor.data
-        self._filled: object = None
-
-    @property
-    def size(self) -> int:
-        return self._view.size
-
-    def fill(self, array: np.ndarray | int) -> None:
-        if array is self._filled:
-            return
-        if isinstance(array, np.ndarray) and array.shape != self._view.shape:
-            self.tensor.shape = array.shape
-            self._view = self.tensor.data
-        self._view[...] = array
-        self._filled = array
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How the tokens of a pass follow each other. Of every row of the pass: counts, its tokens, and begins, where they do.
-
-    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are. is_single:
-    whether every row has one token.
-    """
-
-    counts: np.ndarray
-    begins: np.ndarray
-    rows: np.ndarray
-    offsets: np.ndarray
-    wanted: np.ndarray
-    is_single: bool
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(shapes: tuple[tuple[int, int, int], ...]) -> _Layout:
-    """shapes: rows, queries and wanted logits a row, of every part."""
-    counts = np.concatenate([np.full(rows, queries) for rows, queries, _ in shapes])
-    begins = begins_of(counts)
-    ends = begins[1:].astype(np.int64)
-    num_wanted = np.concatenate([np.full(rows, wanted) for rows, _, wanted in shapes])
-    return _Layout(
-        counts,
-        begins,
-        np.repeat(np.arange(len(counts)), counts),
-        np.concatenate([np.arange(count) for count in counts]),
-        np.concatenate([np.arange(end - wanted, end) for end, wanted in zip(ends, num_wanted, strict=True)]),
-        bool((counts == 1).all()),
-    )
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,8 +1,8 @@
-"""Prefix cache: full blocks by the tokens they hold, so that sequences which begin alike share them. Knows no memory.
+"""Prefix cache: full blocks by the tokens they hold, so that sequences with the same beginning share them.
 
-What a block holds depends on all tokens before it, so a block's key is its own tokens and the block before. Keys are
-compared whole: no two texts are ever taken for one another. The least recently used block is given up first, and of a text
-its end, since the blocks before are marked as used after those that follow.
+The contents of a block depend on all tokens before it, so its key is its own tokens and the block before. Keys are
+compared whole: texts are never confused. The least recently used block is evicted first, and of a text its last one, since
+a match marks blocks from the last to the first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 BLOCK_TOKENS = 32  # what OpenVINO's attention on a CPU reads at a time
-NOBODY = 0  # stands before the first block of a text
+NOBODY = 0  # the block before the first one
 
 
 class PrefixCache:
-    """max_blocks: known at once."""
+    """Least recently used cache of at most `max_blocks` blocks."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -27,7 +27,7 @@ class PrefixCache:
         self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
 
     def match(self, ids: Sequence[int]) -> list[int]:
-        """Blocks that hold the first tokens of `ids`, as many as are known."""
+        """The longest known run of blocks that hold the first tokens of `ids`."""
         keys, blocks, before = [], [], NOBODY
         for tokens in _full_blocks(ids):
             key = before, tokens
@@ -40,7 +40,7 @@ class PrefixCache:
         return blocks
 
     def add(self, ids: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Remember what blocks hold the tokens `ids`; returns those of them that were new, and those given up for them."""
+        """Note that blocks hold the tokens `ids`. Returns the new ones among them, and the evicted ones."""
         keys, new, before = [], [], NOBODY
         for tokens, block in zip(_full_blocks(ids), blocks, strict=False):
             key = before, tokens
@@ -54,7 +54,7 @@ class PrefixCache:
         return new, given_up
 
     def clear(self) -> list[int]:
-        """Forget all texts; returns the blocks that were known."""
+        """Empty the cache; returns its blocks."""
         blocks = [block for _, block in self._known.values()]
         self._known.clear()
         return blocks

@@ -1,11 +1,11 @@
-"""A transformers model in a form that can be traced: what matters in it is a handful of operators of our own.
+"""A transformers model as a trace with three operators of our own.
 
-OpenVINO converts what `torch.jit.trace` records. Three operators stand in the recording for what `convert.py` then makes
-itself: attention over blocks of keys and values, products with a weight, and embeddings. They compute nothing; so tracing
-takes no time, and no weight goes through TorchScript, whose constants cannot be bfloat16.
+OpenVINO converts the trace of `torch.jit.trace`. Three placeholder operators stand for attention over blocks, products
+with a weight, and embeddings; `convert.py` replaces them. They compute nothing, so tracing is fast, and no weight passes
+through TorchScript, whose constants cannot be bfloat16.
 
-Tokens are rows: the model is fed [tokens, 1], of which every token attends through the operator. Taking heads apart then
-moves no memory, and OpenVINO finds the rotary embedding in it.
+Tokens are rows: the input is [tokens, 1]. Splitting heads then moves no memory, and OpenVINO recognises the rotary
+embedding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_EXAMPLE_TOKENS = 5
 
 
 class NotConvertibleError(ValueError):
-    """The model does what the operators here cannot; the message ends a sentence that names it."""
+    """The model needs more than these operators; the message is the end of a sentence that names it."""
 
 
 @torch.library.custom_op("speclen::paged_attention", mutates_args=())
@@ -111,9 +111,9 @@ def attend_blocks(
 
 
 class WeightOperators(TorchFunctionMode):
-    """Records products with weights and look-ups in them as operators of their own, whatever module asks for them.
+    """Records products with weights and embeddings as operators of our own, in every module.
 
-    numbers: of the weights, by id of what stands in the model for them.
+    numbers: of the weights, by id of their placeholders in the model.
     """
 
     def __init__(self, numbers: dict[int, int]) -> None:
@@ -134,7 +134,7 @@ class WeightOperators(TorchFunctionMode):
 
 
 class WantedHead(nn.Module):
-    """The layer that makes the logits, of those tokens alone whose logits are wanted."""
+    """The output layer, applied only to the tokens whose logits are wanted."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class WantedHead(nn.Module):
 
 
 class Traceable(nn.Module):
-    """The model as it is traced: forward(ids [tokens], positions [tokens], wanted, five of blocks, caches) → logits.
+    """The traced model: forward(ids [tokens], positions [tokens], wanted, five of blocks, caches) → logits.
 
-    weights: by the numbers that the recorded operators hold; shared with the original model.
+    weights: by number, as in the recorded operators; shared with the original model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -177,7 +177,7 @@ def trace(model: Any, layers: Sequence[LayerShape]) -> tuple[Any, list[Weight]]:
     """The recorded model, and the weights that its operators name. Raises NotConvertibleError."""
     traceable = Traceable(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That Python's numbers become constants is what is wanted.
+        warnings.simplefilter("ignore")  # Python numbers are meant to become constants.
         traced = torch.jit.trace(traceable, example_inputs(layers), check_trace=False)
     return traced, traceable.weights
 
@@ -192,9 +192,9 @@ def example_inputs(layers: Sequence[LayerShape]) -> tuple[torch.Tensor, ...]:
 
 
 def _copy_without_weights(model: Any) -> tuple[list[Weight], Any, dict[int, int]]:
-    """The weights of linear and embedding layers, a copy without them, and their numbers by id of the copy's.
+    """The weights of linear and embedding layers, a copy without them, and their numbers by id of the placeholders.
 
-    In the copy a weight is one number, seen in the weight's shape; all else is float32. Tied weights have one number.
+    A placeholder is one element expanded to the weight's shape; all else is float32. Tied weights have one number.
     """
     weights: list[Weight] = []
     memo: dict[int, Any] = {}

@@ -1,1 +1,0 @@
-"""The controller and the store under load."""

@@ -1,0 +1,118 @@
+"""Hands a profile to the controller that owns a database: the one that runs, or one started for the moment."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from speclen.cli.support.client import Client
+from speclen.cli.support.database import DATABASE
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.whose import identity, owns
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.server import running
+from speclen.records import ContextKey
+from speclen.store.files import is_locked
+from speclen.store.retention import KEEP_REPORTS
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Destination of a profile: the controller at an address, or, without one, a controller for this call on `db`."""
+
+    db: Path
+    address: str
+    client: Client
+
+    def __str__(self) -> str:
+        return f"{self.db}, by the controller at {self.address}" if self.address else str(self.db)
+
+    def take(self, request: pb.ImportProfileRequest) -> int:
+        """Id of the stored profile. Raises UserError when it is refused or could not be stored."""
+        if self.address:
+            return send(request, self.address, self.client)
+        try:
+            return asyncio.run(send_to_own(request, self.db))
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from error
+
+
+def find_destination(db: Path, controller: str, client: Client) -> Destination:
+    """The controller that keeps `db`, found before anything is measured or loaded. Raises UserError.
+
+    controller: its address; empty: the one that runs on `db`, expected at the default address, or, when none runs on it,
+    one for the moment, so that a profile seeds the estimator in one way only. A controller of another database than one
+    that was named is refused: what it learned is somebody else's.
+    """
+    named = db.absolute() != DATABASE.absolute()
+    if not controller:
+        if not is_locked(db):
+            return Destination(db, "", client)
+        controller, named = ControllerConfig().listen, True
+    found = owner(controller, client)
+    if named and not owns(found, db):
+        raise UserError(
+            f"the controller at {controller} keeps {found.database or 'no database'}, not {db}: give --controller the "
+            "address of the one that does"
+            + ("" if is_locked(db) else ", or leave --controller away, since none runs on it")
+        )
+    return Destination(Path(found.database), controller, client)
+
+
+def owner(controller: str, client: Client) -> pb.ServerIdentity:
+    """The identity of the controller at an address. Raises UserError where none answers."""
+    try:
+        with client.channel(controller, "--controller") as channel:
+            return identity(channel, "controller", timeout_s=5.0)
+    except grpc.RpcError as error:
+        raise UserError(client.explain(error, "controller", controller)) from error
+
+
+async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
+    """Import through a controller of this process, which lets no report go. The next controller selects by its own policy.
+
+    Raises ValueError when the database is in use or unusable, OSError when it does not take the profile.
+    """
+    db.parent.mkdir(parents=True, exist_ok=True)
+    config = ControllerConfig(
+        listen="127.0.0.1:0", db=db, keep_reports=KEEP_REPORTS.max_report_rows, keep_days=KEEP_REPORTS.max_days
+    )
+    async with (
+        running(config) as controller,
+        grpc.aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel,
+    ):
+        try:
+            response = await rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise ValueError(f"{db} does not take the profile: {error.details()}") from error
+    return response.profile_id
+
+
+def send(request: pb.ImportProfileRequest, address: str, client: Client) -> int:
+    """Import through a running controller. Raises UserError when it does not answer or refuses."""
+    try:
+        with client.channel(address, "--controller") as channel:
+            return rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S).profile_id
+    except grpc.RpcError as error:
+        raise UserError(client.explain(error, "controller", address)) from error
+
+
+def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prior: bool) -> None:
+    """Raises UserError naming every difference, unless they are accepted."""
+    different = [
+        f"{name} {getattr(theirs, name)!r} instead of {getattr(here, name)!r}"
+        for name in ("target", "draft", "device", "dtype", "engine_fingerprint")
+        if getattr(theirs, name) != getattr(here, name)
+    ]
+    if different and not as_prior:
+        raise UserError(
+            f"{path} was measured with {'; '.join(different)}: it does not describe this context; "
+            "give --as-prior to use it as a starting point"
+        )

@@ -1,0 +1,260 @@
+"""`speclen profile`: measure, look at and hand on offline profiles."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.database import DATABASE
+from speclen.cli.support.errors import UserError, say, wrapped
+from speclen.cli.support.files import check_place
+from speclen.cli.support.flags import flags_from, ranges
+from speclen.worker.backends.spinning import set_spins
+from speclen.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from speclen.cli.profile.document import ProfileDocument
+    from speclen.cli.profile.importing import Destination
+    from speclen.worker.models.loading import ModelPair
+    from speclen.worker.profiling.settings import ProfileSettings
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="""Measure step times and survival offline; look at them and hand them on.
+
+    Example: speclen profile run --quick
+    """,
+)
+
+THREADS = typer.Option(0, min=0, help="CPU threads for the models; 0: as many as a worker takes.")
+DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
+CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
+PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
+JSON = typer.Option(False, "--json", help="Print as JSON.")
+MODELS = ("target", "draft", "device", "dtype", "weights")  # of `load`
+
+STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
+QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
+FULL_BUDGET_S = 150.0
+SOURCE, QUICK_SOURCE = "speclen profile run", "speclen profile run --quick"
+BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
+
+
+@app.command()
+@flags_from(WorkerConfig, *MODELS, "backend")
+@flags_from(ClientConfig, *SECURITY)
+def run(
+    batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
+    lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
+    quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
+    budget_s: float = typer.Option(0.0, min=0, help=BUDGET_HELP),
+    precision: float = typer.Option(0.03, min=0.001, max=1, help="Relative 95% interval at which a cell is done."),
+    temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
+    prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
+    threads: int = THREADS,
+    seed: int = typer.Option(0, min=0, help="Of prompts and order."),
+    data_dir: Path = typer.Option(Path(".speclen"), help="Its folder `profiles` holds what was measured."),
+    db: Path = DB,
+    controller: str = CONTROLLER,
+    store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
+    out: Path | None = typer.Option(None, help="JSON file of the profile; default: one in the data directory."),
+    as_json: bool = JSON,
+    **settings: Any,
+) -> None:
+    """Measure whole-step times and survival over batch sizes and lengths on the real engine.
+
+    Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
+    """
+    from speclen.cli.profile.importing import find_destination
+
+    if out is not None:
+        check_place(out)
+    sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
+    destination = find_destination(db, controller, client_from(settings)) if store else None
+    set_spins()  # before torch is imported, by the next line
+    pair = load(threads, **models_of(settings))
+    plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
+    plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
+    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", out)
+    if destination is not None:
+        hand_over(document, destination)
+    present(document, as_json)
+
+
+def measured(
+    pair: ModelPair, plan: ProfileSettings, prompts: Path | None, source: str, folder: Path, out: Path | None
+) -> ProfileDocument:
+    """A new profile, kept in `out` or in the folder. Raises UserError."""
+    from speclen.cli.profile.document import write_document
+    from speclen.cli.profile.measuring import file_stem, measure
+    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
+
+    try:
+        made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    path = out or folder / f"{file_stem(made.context)}.json"
+    write_document(path, made.to_json())
+    say(f"profile in {path}")
+    return made
+
+
+def hand_over(document: ProfileDocument, destination: Destination) -> None:
+    profile_id = destination.take(document.to_request(document.context, as_prior=False))
+    say(f"profile {profile_id} in {destination}")
+
+
+def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
+    """Settings and time of the measurement."""
+    from speclen.worker.profiling.settings import ProfileSettings, quick_settings
+
+    if quick:
+        left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
+        return quick_settings(sizes[-1], lengths[-1], budget_s or left)
+    return ProfileSettings(sizes, lengths, budget_s or FULL_BUDGET_S)
+
+
+@app.command()
+def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
+    """Show a profile: time per token, survival, and what the paper's model and our estimator make of it.
+
+    Example: speclen profile show latest
+    """
+    present(found(profile, db), as_json)
+
+
+@app.command()
+def plot(
+    profile: str = PROFILE,
+    out: Path = typer.Option(Path("profile.png"), help="File to draw into: .png, .svg or .pdf."),
+    db: Path = DB,
+) -> None:
+    """Draw a profile: time per token, survival, and step times with the fitted model.
+
+    Example: speclen profile plot latest --out profile.svg
+    """
+    from speclen.cli.profile.analysis import analyse
+    from speclen.cli.profile.plot import plot as draw
+
+    document = found(profile, db)
+    draw(document, analyse(document), out)
+    print(out)
+
+
+@app.command()
+def export(
+    profile: str = PROFILE,
+    out: Path | None = typer.Option(None, help="File to write; default: print."),
+    db: Path = DB,
+) -> None:
+    """Write a profile as JSON, for another machine to import or a worker to start from.
+
+    Example: speclen profile export latest --out profile.json
+    """
+    from speclen.cli.profile.document import write_document
+
+    content = found(profile, db).to_json()
+    if out is None:
+        print(json.dumps(content, indent=1))
+    else:
+        write_document(out, content)
+        print(out)
+
+
+@app.command(name="import")
+@flags_from(WorkerConfig, *MODELS, "backend")
+@flags_from(ClientConfig, *SECURITY)
+def import_(
+    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote, or a table."),
+    table_format: str = typer.Option("speclen", "--format", help="speclen, or the engine that the table is for."),
+    context: str = typer.Option("", help="With a table: part of the context's name to compare it with."),
+    as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
+    threads: int = THREADS,
+    db: Path = DB,
+    controller: str = CONTROLLER,
+    as_json: bool = JSON,
+    **settings: Any,
+) -> None:
+    """Seed the context of this machine and these models with a profile.
+
+    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant. A table of
+    vllm, tensorrt-llm, sglang or llama.cpp holds no times: it is compared with the lengths in use, and nothing is stored.
+
+    Example: speclen profile import profile.json --target bundled:target-60m
+    """
+    if table_format != "speclen":
+        compare_table(profile, table_format, db, context, as_json)
+        return
+    from speclen.cli.profile.document import read_document
+    from speclen.cli.profile.importing import check_same_context, find_destination
+
+    document = read_document(profile)
+    destination = find_destination(db, controller, client_from(settings))
+    from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
+
+    here = core_context(load(threads, **models_of(settings)), settings["backend"])
+    check_same_context(profile, document.context, here, as_prior)
+    profile_id = destination.take(document.to_request(here, as_prior))
+    if as_json:
+        print(
+            json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": here._asdict()})
+        )
+    else:
+        print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
+
+
+def compare_table(path: Path, table_format: str, db: Path, context: str, as_json: bool) -> None:
+    """Show another engine's table beside the lengths in use. Raises UserError."""
+    from rich.console import Console
+
+    from speclen.cli.transfer import chosen
+
+    found = chosen.differences(chosen.table_from(path, table_format), db, context)
+    if as_json:
+        print(json.dumps(chosen.as_json(*found), indent=1))
+    else:
+        Console().print(chosen.as_matrix(*found))
+
+
+def models_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The settings that name and place the models."""
+    return {name: settings[name] for name in MODELS}
+
+
+def load(threads: int, target: str, draft: str, device: str, dtype: str, weights: str) -> ModelPair:
+    """The pair, with torch set to the threads that a worker would take. Raises UserError."""
+    from speclen.worker.backends.threads import set_threads
+    from speclen.worker.models.loading import load_pair
+    from speclen.worker.models.naming import draft_of
+
+    try:
+        pair = load_pair(target, draft_of(target, draft) or None, device, dtype, weights)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    set_threads(threads, pair)
+    return pair
+
+
+def found(profile: str, db: Path) -> ProfileDocument:
+    from speclen.cli.profile.document import find_profile
+
+    return find_profile(profile, db)
+
+
+def present(document: ProfileDocument, as_json: bool) -> None:
+    from speclen.cli.profile.analysis import analyse, analysis_json
+    from speclen.cli.profile.show import show as show_tables
+
+    analysis = analyse(document)
+    if as_json:
+        print(json.dumps(analysis_json(document, analysis), indent=1))
+    else:
+        show_tables(document, analysis)

@@ -1,0 +1,33 @@
+"""Parts of a worker's control client, without a controller."""
+
+from speclen.records import Arm, Limits, StepRecord
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.reporting.card import ControlSettings, WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import ArmTable
+
+LIMITS = Limits(8, 4, ngram=True)
+QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
+FIRST = Arm(2)
+
+
+def client(follow: bool = True, settings: ControlSettings = QUICK, **options) -> ControlClient:
+    card = WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), LIMITS, "127.0.0.1:1", "adaptive")
+    return ControlClient(card, ArmTable.constant(FIRST, LIMITS, "default"), follow, settings, **options)
+
+
+def step(batch_size: int = 1, arm: Arm = FIRST, **fields) -> StepRecord:
+    histogram = (batch_size,) + (0,) * arm.max_tokens
+    return StepRecord(0, batch_size, arm, 0.01, histogram, 10.0, **fields)
+
+
+def probe(batch_min: int = 1, batch_max: int = 8, num_steps: int = 1, arm: Arm = Arm(1), valid_for_s: float = 60.0):  # noqa: B008
+    return pb.Probe(
+        probe_id=9,
+        batch_min=batch_min,
+        batch_max=batch_max,
+        speculation_length=arm.speculation_length,
+        ngram=arm.ngram,
+        num_steps=num_steps,
+        valid_for_s=valid_for_s,
+    )

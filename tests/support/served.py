@@ -1,0 +1,84 @@
+"""A worker's gRPC service in front of a real engine, in the test's own event loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from speclen.records import Limits
+from speclen.transport.aio import prepare_aio
+from speclen.v1 import control_pb2
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.thread import EngineThread
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
+from speclen.worker.service.admission import Admission
+from speclen.worker.service.assembly import model_facts
+from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.servicer import GenerationServicer
+from tests.support import engines, tiny_models
+
+ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+class Served:
+    """An engine that runs, its service on a free port, and a stub."""
+
+    def __init__(self, engine: Engine, async_engine: AsyncEngine, metrics: WorkerMetrics, port: int, stub: Any) -> None:
+        self.engine, self.async_engine, self.metrics, self.port, self.stub = engine, async_engine, metrics, port, stub
+
+    def num_slow_readers(self) -> float:
+        return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
+
+    async def fails(self, request: pb.GenerateRequest) -> tuple[str, str]:
+        """Code and details of a request that must fail."""
+        with pytest.raises(aio.AioRpcError) as raised:
+            await self.all(request)
+        return raised.value.code().name, raised.value.details() or ""
+
+    async def all(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        return [response async for response in self.stub.Generate(request, timeout=30)]
+
+
+@contextlib.asynccontextmanager
+async def served(
+    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
+) -> AsyncIterator[Served]:
+    pair = engines.make_pair()
+    engine = engines.make_engine(pair, max_batch_size=rows)
+    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
+    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
+    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
+    facts = model_facts(pair, engine, card.context)
+    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
+    servicer = GenerationServicer(async_engine, control, facts)
+    prepare_aio()
+    server = aio.server()
+    rpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    thread = EngineThread()
+    thread.start()
+    thread.serve(engine.run)
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
+        engine.stop()
+        await server.stop(0.1)
+
+
+def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), **fields)
+
+
+def sampled(**sampling: Any) -> pb.GenerateRequest:
+    return tokenized(1, sampling_params=pb.SamplingParams(**sampling))

@@ -1,0 +1,35 @@
+"""Waiting for what another thread, task or process does, and the memory of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
+    """The condition's value once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
+    return value
+
+
+async def on_loop_until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
+    """As `until`, while the event loop goes on."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.005)
+    return value
+
+
+def resident_bytes() -> int:
+    """Memory of this process, from the kernel: Linux alone."""
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE

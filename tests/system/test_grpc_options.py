@@ -1,0 +1,61 @@
+"""gRPC knows every option that is set, and clients that ping stay connected."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc._cython import cygrpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from speclen.controller.service import assembly as controller
+from speclen.transport import aio
+from speclen.worker.service import server as worker
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [path for folder in ("transport", "controller", "worker", "cli") for path in (ROOT / folder).rglob("*.py")]
+PINGS_OFTEN = [
+    ("grpc.keepalive_time_ms", 1000),  # gRPC pings no more often
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)  # a connection
+
+
+def test_the_installed_library_knows_every_option_that_is_set() -> None:
+    """An unknown option is ignored without a word."""
+    known = set(re.findall(rb"grpc\.[a-z0-9_.]+", Path(cygrpc.__file__).read_bytes()))
+    found = re.findall(r'"(grpc\.[a-z0-9_.]+)"', "".join(path.read_text() for path in SOURCES))
+    assert len(found) > 20
+    assert {name for name in found if name.encode() not in known} == set()
+
+
+def listening(options: list[tuple[str, int]], servicer: health.HealthServicer) -> tuple[grpc.Server, str]:
+    server = grpc.server(ThreadPoolExecutor(2), options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
+    """By default the third ping, after three seconds, ends a connection."""
+    with contextlib.ExitStack() as ending:
+        servicer, watches, states = health.HealthServicer(), [], []
+        for options in (aio.SERVER_OPTIONS, worker.OPTIONS, controller.OPTIONS):
+            server, address = listening(options, servicer)
+            ending.callback(server.stop, None)
+            silent = ending.enter_context(grpc.insecure_channel(address, PINGS_OFTEN))
+            idle = ending.enter_context(grpc.insecure_channel(address, [*PINGS_OFTEN, OF_ITS_OWN]))
+            grpc.channel_ready_future(idle).result(10)
+            idle.subscribe(states.append)
+            watches.append(health_pb2_grpc.HealthStub(silent).Watch(health_pb2.HealthCheckRequest()))
+            next(watches[-1])
+        time.sleep(3.3)
+        servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+        assert states == [grpc.ChannelConnectivity.READY] * 3, "none was cut off"

@@ -1,0 +1,233 @@
+"""Connections that send too slowly, too much or too early, or read too slowly, are ended; nothing of them stays behind."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import time
+
+import httpx
+import pytest
+from starlette.responses import Response
+
+from speclen.transport.credentials import ServerSecurity
+from speclen.worker.http import connection
+from speclen.worker.http.responses import json_response
+from speclen.worker.http.server import listen, make_server, serving
+from tests.support.certificates import make_certificates
+from tests.support.http_worker import connected, head, http_worker, post, until_idle
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with http_worker(max_batch_size=4, max_waiting=4) as worker:
+        yield worker
+
+
+def completion(content: bytes) -> bytes:
+    return head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
+
+
+def closed_after(one):
+    """Seconds until the server closes the connection."""
+    started = time.monotonic()
+    try:
+        while one.recv(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - started
+
+
+def test_slow_headers_end_the_connection(worker, monkeypatch):
+    monkeypatch.setattr(connection.BoundedConnection, "header_timeout_s", 0.5)
+    with (
+        connected(worker) as silent,
+        connected(worker) as dripping,
+        connected(worker) as second,
+        connected(worker) as empty,
+    ):
+        for one in (second, empty):
+            one.sendall(head("GET /health", {}))
+            assert b" 200 " in one.recv(4096)
+        dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        second.sendall(b"G")
+        empty.sendall(b"\r\n")  # begins no request, and took every timeout off the connection
+        assert closed_after(silent) < 20
+        assert closed_after(dripping) < 20
+        assert closed_after(second) < 20
+        assert closed_after(empty) < 20
+
+
+def test_endless_headers_end_the_connection(worker):
+    endless = b"".join(f"x-{number}: {'y' * 100}\r\n".encode() for number in range(100_000))
+    with connected(worker) as one, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        one.sendall(b"GET /health HTTP/1.1\r\n" + endless)
+
+
+CHUNKED = {"Content-Type": "application/json", "Transfer-Encoding": "chunked", "Connection": "close"}
+
+
+def test_endless_trailers_end_the_connection_and_are_kept_nowhere(worker, monkeypatch):
+    """Each was added to the request's headers, and no bound of either headers or body saw them."""
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 2**20)
+    num_headers = []
+
+    def send_many(one):
+        for _ in range(1000):
+            one.sendall(b"a:\r\n" * 10_000)
+            num_headers.extend(len(each.headers or ()) for each in list(worker.server.server_state.connections))
+
+    with connected(worker) as one:
+        one.sendall(head("POST /tokenize", CHUNKED) + b"0\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_many(one)
+    assert max(num_headers) == 1 + len(CHUNKED)
+
+
+def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
+    body = json.dumps({"prompt": "a " * 20_000}).encode()
+    with connected(worker) as one:
+        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
+        assert b" 200 " in one.recv(4096)
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    body = {"prompt": "a", "max_tokens": 250, "n": 64, "stream": True, "logprobs": 20, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    with http_worker(unread_timeout_s=0.5) as worker, socket.socket() as one:
+        # The kernel holds megabytes for a connection otherwise.
+        worker.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", int(worker.http.rpartition(":")[2])))
+        one.sendall(completion(content))
+        until(lambda: worker.engine.load().num_running)
+        until_idle(worker.engine, 60.0)
+        assert worker.engine.load().num_generated_tokens < 250 * 64
+        until(lambda: not worker.server.server_state.connections)
+        page = metrics(worker)
+        assert 'speclen_slow_readers_total{model_name="tiny"} 1.0' in page
+        assert 'speclen_request_refused_total{model_name="tiny",reason="slow_reader"} 1.0' in page
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
+    """Whoever read steadily, but not all of it in 31 s, was cut off."""
+    monkeypatch.setattr("speclen.worker.http.server.UNREAD_GRACE_S", 0.0)
+    body = b"x" * 8_000_000
+
+    async def app(scope, receive, send):
+        await Response(body)(scope, receive, send)
+
+    async def scenario():
+        bound, loop = listen("127.0.0.1:0"), asyncio.get_running_loop()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        server = make_server(app, ServerSecurity(), unread_timeout_s=0.5)
+        async with serving(server, bound):
+            with socket.socket() as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+                one.setblocking(False)
+                await loop.sock_connect(one, bound.getsockname())
+                await loop.sock_sendall(one, head("GET /", {"Connection": "close"}))
+                num_read = len(await loop.sock_recv(one, 65_536))
+                began = time.monotonic()
+                while server.server_state.connections:  # until all is out of our hands
+                    assert time.monotonic() - began < 60
+                    await asyncio.sleep(0.02)
+                    if reads:
+                        num_read += len(await loop.sock_recv(one, 65_536))
+                seconds = time.monotonic() - began
+                with contextlib.suppress(ConnectionResetError):
+                    while piece := await loop.sock_recv(one, 65_536):
+                        num_read += len(piece)
+                return num_read, seconds
+
+    num_read, seconds = asyncio.run(scenario())
+    assert (num_read > len(body)) == reads
+    assert seconds > (1.0 if reads else 0.0)
+
+
+async def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(tmp_path):
+    """TLS takes one write at once, however large: nobody noticed that nothing was read, nor that something still was."""
+    pair = make_certificates(tmp_path)
+    body = "x" * 8_000_000
+    sent = []
+
+    async def app(scope, receive, send):
+        await json_response(body)(scope, receive, send)
+        sent.append(True)
+
+    bound = listen("127.0.0.1:0")
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+    security = ServerSecurity(tls_cert=pair.server.cert, tls_key=pair.server.key)
+    server = make_server(app, security, unread_timeout_s=0.5)
+    trust = ssl.create_default_context(cafile=str(pair.authority.cert))
+    async with serving(server, bound):
+        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await reader.readuntil(b"\r\n\r\n")
+        assert not sent, "it is sent as it is read"
+        assert len(await reader.read()) == len(body) + 2
+        unread, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await unread.readuntil(b"\r\n\r\n")
+        began = time.monotonic()
+        while server.server_state.connections:
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
+        writer.transport.abort()
+
+
+def test_chunks_are_not_held_back(worker):
+    """Nagle's algorithm waits for the client to acknowledge the last chunk, which it does after 40 ms."""
+    with connected(worker) as one:
+        one.sendall(head("GET /health", {}))
+        assert b" 200 " in one.recv(4096)
+        (connection,) = worker.server.server_state.connections
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 250, "ignore_eos": True}).encode()
+    request = completion(content)
+    with connected(worker) as one:
+        one.sendall(request * 3)
+        until(lambda: worker.engine.load().num_running)
+    ended = worker.engine.load().num_generated_tokens
+    until_idle(worker.engine)
+    assert worker.engine.load().num_generated_tokens < ended + 200
+
+
+def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True}).encode()
+    request = completion(content)
+    for ahead in (request, request[:40], b"\x00 nonsense\r\n\r\n", request * 50):
+        with connected(worker) as one:
+            one.sendall(request + ahead)
+            answer = b""
+            while piece := one.recv(65_536):
+                answer += piece
+            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
+            assert b"connection: close" in answer.lower()
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
+
+
+def test_hundreds_of_disconnects_leave_nothing_behind(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    request = completion(content)
+    for number in range(600):
+        with connected(worker) as one:
+            one.sendall(request[: len(request) - number % 3 * 40])
+    # Connections are accepted in order: with this one all are, and none waits in the kernel to bring its request later.
+    assert httpx.get(f"{worker.url}/health", timeout=60).status_code == 200
+    until(lambda: not (worker.server.server_state.connections or worker.server.server_state.tasks))
+    until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
+    until(lambda: not worker.async_engine.num_open)
+    assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def metrics(worker):
+    return httpx.get(f"{worker.url}/metrics").text.splitlines()

@@ -1,0 +1,147 @@
+"""Requests that are aborted, given up or failed end at once, with the right status, and leave room for others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from grpc import aio
+from prometheus_client import generate_latest
+
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.engine.engine import Engine
+from speclen.worker.requests.request import (
+    EngineFailedError,
+    GenerationRequest,
+    SamplingParams,
+)
+from tests.support.served import ENDLESS, served, tokenized
+from tests.support.waiting import on_loop_until as until
+
+
+async def test_abort_ends_what_runs_and_what_waits() -> None:
+    async with served(rows=1) as at:
+        names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
+        tasks = []
+        for number, name in enumerate(names):
+            tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=ENDLESS))))
+            await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
+        await until(lambda: at.async_engine.admission.num_waiting == 2)
+        wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
+        assert (await at.stub.Abort(wanted)).num_aborted == 2
+        answers = [(await task)[-1].complete for task in tasks]
+        aborted, whole = pb.FINISH_REASON_ABORT, pb.FINISH_REASON_LENGTH
+        assert [answer.finish_reason for answer in answers] == [aborted, whole, aborted, whole]
+        assert answers[2].usage.prompt_tokens == 2
+        page = generate_latest(at.metrics.registry).decode()
+        assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
+        assert at.async_engine.num_open == 0
+
+
+async def test_abort_ends_what_is_still_made_of_its_text() -> None:
+    async with served() as at:
+        go_on, encoder = threading.Event(), at.async_engine.admission.encoder
+        other = asyncio.create_task(encoder.aside.do("other", go_on.wait))  # another's text is in hand
+        long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
+        with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
+            task = asyncio.create_task(at.all(long))
+            await until(lambda: at.async_engine.num_open == 1)
+            wanted = pb.AbortRequest(request_ids=["long"])
+            assert (await at.stub.Abort(wanted)).num_aborted == 1
+            go_on.set()
+            answers = await task
+        assert answers[-1].complete.finish_reason == pb.FINISH_REASON_ABORT
+        assert at.engine.load().num_generated_tokens == 0
+        assert await other
+        assert (await at.stub.Abort(wanted)).num_aborted == 0
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """The engine's running step lasts until the value is set, or the block ends."""
+    go_on, launch = threading.Event(), engine.runner.launch
+
+    def wait_and_launch(plan: Any) -> Any:
+        assert go_on.wait(30)
+        return launch(plan)
+
+    with mock.patch.object(engine.runner, "launch", wait_and_launch):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
+async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:
+    """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
+
+    async with served(rows=1) as at:
+        request = tokenized(1, request_id="mine", sampling_params=pb.SamplingParams(max_tokens=3))
+        with held(at.engine) as go_on:
+            with pytest.raises(aio.AioRpcError) as raised:
+                [response async for response in at.stub.Generate(request, timeout=0.3)]
+            assert raised.value.code().name == "DEADLINE_EXCEEDED"
+            again = asyncio.create_task(at.all(request))
+            await asyncio.sleep(0.2)
+            assert not again.done()
+            assert at.engine.load().num_running == 1
+            go_on.set()
+            assert (await again)[-1].complete.usage.completion_tokens == 3
+
+
+async def test_requests_that_were_given_up_take_no_place_in_the_queue_of_others() -> None:
+    """They gave up their turn before the engine let go of them, and whoever came then found its inbox full."""
+
+    async with served(rows=2, max_waiting=4) as at:
+        with held(at.engine) as go_on:
+            for _ in range(12):
+                call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS))
+                await until(lambda: at.async_engine.num_open > 0)
+                await asyncio.sleep(0.02)
+                call.cancel()
+            honest = asyncio.create_task(at.all(tokenized(1, sampling_params=pb.SamplingParams(max_tokens=3))))
+            await asyncio.sleep(0.1)
+            assert not honest.done()
+            go_on.set()
+            assert (await honest)[-1].complete.usage.completion_tokens == 3
+        await until(lambda: at.async_engine.num_open == 0)
+
+
+@pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
+async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
+    async with served(rows=1) as at:
+
+        async def ask() -> None:
+            async with at.async_engine.open("r") as stream:
+                request = GenerationRequest("r", (1,), SamplingParams(max_tokens=100, ignore_eos=True))
+                async with at.async_engine.running([request], stream, "me", time.monotonic()) as outputs:
+                    async for _ in outputs:
+                        pass
+
+        with held(at.engine):
+            asking = asyncio.create_task(ask())
+            await until(lambda: at.engine.load().num_running == 1)
+            asking.cancel()
+            assert not (await asyncio.wait([asking], timeout=0.1))[0]
+            if end == "stop":
+                at.async_engine.stop()
+            elif end == "fail":
+                at.async_engine.fail(EngineFailedError("gone"))
+            else:
+                asking.cancel()
+            assert (await asyncio.wait([asking], timeout=5))[0]
+
+
+async def test_an_abort_of_too_many_is_refused() -> None:
+    async with served() as at:
+        assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0
+        with pytest.raises(aio.AioRpcError) as raised:
+            await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1025))
+        said = "request_ids has 1025 entries, at most 1024 are allowed"
+        assert (raised.value.code().name, raised.value.details()) == ("INVALID_ARGUMENT", said)

@@ -1,0 +1,103 @@
+"""Pools fit the memory there is, and the caller's models stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import speclen.worker.engine.preparation
+from speclen.worker.backends import openvino
+from speclen.worker.backends.torch.packed_linear import PackedLinear
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import fit_rows, prepare
+from speclen.worker.models.naming import ModelError
+from tests.support import engines, tiny_models
+
+
+def test_the_callers_models_stay_as_they_are() -> None:
+    pair = engines.make_pair("llama")
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+    assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
+    assert prepared.target.model is not pair.target
+    assert storages(prepared.target.model) == storages(pair.target)
+
+
+def storages(model: torch.nn.Module) -> set[int]:
+    """Addresses of the memory behind the parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
+    prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2, backend="torch"))
+    assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
+    # Two layers of two heads of 8 in each model: 512 bytes a token, and half of 64 KiB may be used.
+    assert prepared.max_kv_tokens == 2**15 // 512
+
+
+def test_limits_may_be_set() -> None:
+    config = EngineConfig(
+        backend="torch", max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4
+    )
+    prepared = prepare(engines.make_pair("llama"), config)
+    assert (prepared.max_context_length, prepared.max_kv_tokens) == (100, 150)
+    assert prepared.target.pool.max_length >= 104
+    config = dataclasses.replace(config, max_context_length=10**6, max_kv_tokens=None)
+    prepared = prepare(engines.make_pair("llama"), config)
+    assert (prepared.max_context_length, prepared.max_kv_tokens) == (tiny_models.MAX_POSITIONS, 3 * (256 + 4))
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "context", "expected"),
+    [
+        (10**9, 256, 256, (16, 256)),
+        (1638, 64, 256, (16, 89)),  # the context gives way first
+        (1638, 256, 256, (6, 256)),  # but not below what a request needs: then rows do
+        (1638, 80, 80, (16, 80)),
+        (1638, 200, 200, (7, 200)),
+        (100, 200, 200, (0, 200)),
+    ],
+)
+def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
+    budget: int, least: int, context: int, expected: tuple[int, int]
+) -> None:
+    assert fit_rows(16, context, least, spare=13, budget=budget) == expected
+
+
+def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
+    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
+    with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
+        prepare(pair, EngineConfig(max_batch_size=16))
+
+
+def test_models_that_are_refused_are_named() -> None:
+    pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
+    with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
+        prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "found", "reason"),
+    [
+        ("installed_version", lambda: None, r"not installed: pip install 'speclen\[openvino\]'"),
+        ("installed_version", lambda: "2027.1.0", r"version 2027.1.0 is installed and 2026\.4\.x was tested"),
+        ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
+    ],
+)
+def test_machines_without_openvino(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
+    monkeypatch.setattr(openvino, attribute, found)
+    told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
+    assert told is not None
+    assert re.search(reason, told)
+
+
+def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
+    assert "on aarch64" in str(openvino.why_not(torch.device("cpu"), torch.float32))
+    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))

@@ -1,0 +1,149 @@
+"""Loopback unless told otherwise; beyond it TLS and proof of who calls, on every method."""
+
+import asyncio
+import socket
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from speclen.transport.address import check_exposure, check_free, split_address
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_token, read_tokens
+from speclen.transport.keyring import Keyring
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.0.1:7070", ("127.0.0.1", 7070)), ("[::1]:0", ("::1", 0)), ("worker.example:80", ("worker.example", 80))],
+)
+def test_addresses(address, expected):
+    assert split_address("--listen", address) == expected
+
+
+@pytest.mark.parametrize("address", ["7080", ":7080", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:99999", "::1:80", ""])
+def test_what_is_no_address_is_named(address):
+    with pytest.raises(ValueError, match="--listen"):
+        split_address("--listen", address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"])
+def test_loopback_needs_no_protection(address):
+    check_exposure("--listen", address, encrypted=False, authenticated=False, insecure=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1"])
+@pytest.mark.parametrize(("encrypted", "authenticated"), [(False, False), (True, False), (False, True)])
+def test_other_addresses_need_both_encryption_and_authentication(address, encrypted, authenticated):
+    with pytest.raises(ValueError, match="open to other machines"):
+        check_exposure("--listen", address, encrypted, authenticated, insecure=False)
+    check_exposure("--listen", address, encrypted=True, authenticated=True, insecure=False)
+    check_exposure("--listen", address, encrypted, authenticated, insecure=True)
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=address):
+            check_free("--listen", address)
+
+
+def call_health(server_security: ServerSecurity, client_security: ClientSecurity) -> grpc.StatusCode:
+    """Status of a health check, which has to be protected like every other method."""
+
+    async def run() -> grpc.StatusCode:
+        server = aio.server(interceptors=server_security.interceptors())
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        port = server_security.add_port(server, "127.0.0.1:0")
+        await server.start()
+        try:
+            async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                metadata = aio.Metadata(*client_security.metadata())
+                await health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=10, metadata=metadata
+                )
+                return grpc.StatusCode.OK
+        except aio.AioRpcError as error:
+            return error.code()
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(run())
+
+
+def test_only_the_right_token_opens(tmp_path):
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text(f"{TOKEN}\n")
+    wrong.write_text(TOKEN[::-1])
+    security = ServerSecurity(token_file=right)
+    assert call_health(security, ClientSecurity(token_file=right)) == grpc.StatusCode.OK
+    assert call_health(security, ClientSecurity(token_file=wrong)) == grpc.StatusCode.UNAUTHENTICATED
+    assert call_health(security, ClientSecurity()) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_each_of_several_tokens_opens_and_says_who_it_is(tmp_path):
+    """So a token is exchanged without a moment in which neither the old nor the new one works."""
+    file = tmp_path / "tokens"
+    file.write_text(f"# alice\n{TOKEN}\n\n{TOKEN[::-1]}\n")
+    security, one = ServerSecurity(token_file=file), tmp_path / "one"
+    for token, code in ((TOKEN, grpc.StatusCode.OK), (TOKEN[::-1], grpc.StatusCode.OK), ("# alice" * 4, None)):
+        one.write_text(token)
+        assert call_health(security, ClientSecurity(token_file=one)) == (code or grpc.StatusCode.UNAUTHENTICATED)
+    keyring = security.keyring()
+    callers = {keyring.caller(f"Bearer {token}") for token in (TOKEN, TOKEN[::-1])}
+    assert len(callers) == 2
+    assert "" not in callers
+    assert TOKEN not in str(callers)
+    assert keyring.caller("Bearer no") is None
+    assert Keyring([TOKEN]).caller(f"Bearer {TOKEN}".encode()) == "", "one for all tells nobody apart"
+    with pytest.raises(ValueError, match="one"):
+        ClientSecurity(token_file=file).metadata()
+
+
+@pytest.mark.parametrize(
+    ("header", "right"),
+    [
+        (f"bearer {TOKEN}", True),
+        (f"BEARER  {TOKEN}".encode(), True),
+        (f"Bearer {TOKEN.upper()}", False),
+        (f"Bearer{TOKEN}", False),
+        (f"Basic {TOKEN}", False),
+        (TOKEN, False),
+        ("bearer", False),
+        ("", False),
+    ],
+)
+def test_the_scheme_may_be_written_in_any_case_and_the_token_not(header, right):
+    both = Keyring([TOKEN, TOKEN[::-1]])
+    assert both.caller(header) == (both.caller(f"Bearer {TOKEN}") if right else None)
+
+
+@pytest.mark.parametrize("content", ["", "short", "ünprintable-enough-token", "0123456789abcde\x07f"])
+def test_weak_tokens_are_refused(tmp_path, content):
+    path = tmp_path / "token"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="openssl"):
+        read_token("--token-file", path)
+    with pytest.raises(ValueError, match="openssl"):
+        read_tokens("--token-file", path)
+
+
+def test_half_a_configuration_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="belong together"):
+        ServerSecurity(tls_cert=tmp_path / "cert")
+    with pytest.raises(ValueError, match="needs --tls-cert"):
+        ServerSecurity(tls_client_ca=tmp_path / "ca")
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    with pytest.raises(ValueError, match="--read-token-file needs --token-file"):
+        ServerSecurity(read_token_file=token)
+    with pytest.raises(ValueError, match="--read-token-file holds a token of --token-file"):
+        ServerSecurity(token_file=token, read_token_file=token).interceptors()
+    with pytest.raises(ValueError, match="cannot be read"):
+        ServerSecurity(tls_cert=tmp_path / "cert", tls_key=tmp_path / "key").credentials()
+    with pytest.raises(ValueError, match="belong together"):
+        ClientSecurity(cert=tmp_path / "cert").credentials()

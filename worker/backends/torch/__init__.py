@@ -1,0 +1,1 @@
+"""Passes on torch: on any device, and on a GPU recorded as CUDA graphs."""

@@ -1,0 +1,157 @@
+"""A transformers model with the pool of its rows' keys and values: the passes of torch, on any device."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
+from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
+from speclen.worker.models.upload import upload
+
+# Packed passes are padded to a multiple of so many tokens. On a CPU a matrix product of a new size takes a millisecond
+# more and keeps its kernel: with prompts of all lengths the memory grew by 150 MB.
+TOKENS_MULTIPLE = 16
+# Prompts that attend together copy their rows, padded to the longest: of a model of 7 billion parameters 16 kB per token
+# and layer. Their tokens are padded to the longest, too.
+MOST_JOINED_TOKENS = 16_384
+MOST_FED_IN_VAIN = 4  # ratio of padded tokens to tokens
+
+
+class CachedModel:
+    """Runs a model over rows of its pool: a `PassModel`.
+
+    max_context_length: positions beyond it are clamped, since models with learned positions have no others; callers drop
+    their results.
+    """
+
+    ragged = False
+    slow_changes = False
+
+    def __init__(self, model: Any, pool: KVPool, max_context_length: int) -> None:
+        self.model = model
+        self.pool = pool
+        self.device = pool.device
+        self.max_context_length = max_context_length
+        self.num_first_uses = 0  # passes recorded so far, see CapturedModel
+        self.asynchronous = self.device.type == "cuda"
+        self.joins_prompts = self.device.type == "cuda"  # all prompts of a pass attend in one kernel
+        self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
+        """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
+
+        The cost of a token falls with the number of tokens in a pass, until the processor is busy.
+        """
+        parts = equal_parts(parts)
+        if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
+            return [self.forward_batch(parts[0])]
+        return self.forward_packed(parts)
+
+    def use_threads(self, num_threads: int) -> None:
+        """As PassModel; torch has one number for all models."""
+        torch.set_num_threads(num_threads)
+
+    def forward_batch(self, part: PassPart) -> torch.Tensor:
+        """Logits [rows, num_logits, vocab] of rows with equally many tokens."""
+        attention = self._attention(part)
+        with without_plans(self.device):
+            return self.run(part.ids, attention.positions, attention, part.num_logits)
+
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
+    ) -> torch.Tensor:
+        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or their indices."""
+        options = {"logits_to_keep": kept} if self._slices_itself else {}
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions.clamp(max=self.max_context_length - 1),
+            use_cache=False,
+            row_attention=attention,
+            **options,
+        )
+        if self._slices_itself:
+            return output.logits
+        return output.logits[:, kept if isinstance(kept, torch.Tensor) else slice(-kept, None)]
+
+    def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits of each part, with all tokens in one sequence."""
+        attentions = self._attentions(parts)
+        num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
+        ids = torch.cat([part.ids.flatten() for part in parts])
+        positions = torch.cat([attention.fed_positions() for attention in attentions])
+        with without_plans(self.device):
+            logits = self.run(
+                F.pad(ids, (0, num_padding))[None],
+                F.pad(positions, (0, num_padding))[None],
+                PackedAttention(attentions, num_padding),
+                upload(_kept_tokens(parts), self.device),
+            )[0]
+        pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
+        return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
+
+    def _attentions(self, parts: Sequence[PassPart]) -> list[RowAttention]:
+        """One for each part, or one for all single rows at the end, which are prompts."""
+        first = len(parts)
+        while self.joins_prompts and first and parts[first - 1].rows.num_rows == 1:
+            first -= 1
+        joined = parts[first:]
+        if len(joined) < 2:
+            return [self._attention(part) for part in parts]
+        starts = np.array([part.rows.starts[0] + part.column for part in joined])
+        counts = np.array([part.num_queries for part in joined])
+        if not _may_join(starts, counts):
+            return [self._attention(part) for part in parts]
+        rows = np.array([part.rows.first_row for part in joined])
+        for row, end in zip(rows.tolist(), (starts + counts).tolist(), strict=True):
+            self.pool.note_written(row, end)
+        return [*(self._attention(part) for part in parts[:first]), JoinedRows(self.pool, rows, starts, counts)]
+
+    def _attention(self, part: PassPart) -> RowAttention:
+        """Attention of a part. Masks are made once per step; the rows' pages are noted as written."""
+        rows, end = part.rows, part.column + part.num_queries
+        masks = rows.shared.get(self.pool.dtype)
+        if masks is None:
+            masks = rows.shared[self.pool.dtype] = StepMasks(rows.positions, rows.num_tokens, self.pool.dtype)
+        self.pool.note_rows_written(rows.first_row, rows.starts + end)
+        start = None if rows.common_start is None else rows.common_start + part.column
+        return RowAttention(self.pool, masks, slice(part.column, end), rows.first_row, start)
+
+
+@contextlib.contextmanager
+def without_plans(device: torch.device) -> Iterator[None]:
+    """Attention on a GPU without cuDNN, which spends some tens of milliseconds on every new shape.
+
+    Prompts have ever new shapes. Recorded passes, with few shapes, use torch's choice.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
+    """True if rows with `starts` tokens and `counts` new ones are similar enough for one rectangle."""
+    is_small = len(starts) * int((starts + counts).max()) <= MOST_JOINED_TOKENS
+    return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
+
+
+def _kept_tokens(parts: Sequence[PassPart]) -> np.ndarray:
+    """Places of the tokens whose logits are wanted, in the packed sequence."""
+    kept, offset = [], 0
+    for part in parts:
+        places = np.arange(offset, offset + part.ids.numel()).reshape(part.ids.shape)
+        kept.append(places[:, -part.num_logits :].reshape(-1))
+        offset += part.ids.numel()
+    return np.concatenate(kept)
