@@ -2,7 +2,7 @@
 
     python scripts/train_chat_draft.py answers --seconds 1200    # again and again: every run adds to those before
     python scripts/train_chat_draft.py draft --seconds 1800      # goes on from where the last run ended
-    python scripts/measure_chat_draft.py
+    python scripts/measure_chat_draft.py                         # acceptance on held-out prompts
 
 Prompts are those of bench/serving/chat.toml that are not held out, its six kinds in equal shares; a third of the answers is
 greedy, a third at temperature 0.7, a third at 1. Every token of an answer comes with the target's likeliest tokens there.
@@ -16,13 +16,13 @@ from __future__ import annotations
 import copy
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import typer
+from chat_answers import Row, read_rows, write_rows
 from training import Optimizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ from speclen.worker.requests.request import GenerationRequest, SamplingParams, S
 TEMPERATURES = (0.0, 0.7, 1.0)
 NUM_LABELS = 16  # likeliest tokens that are kept of every position
 NUM_TRAINED = 8  # of them, that are learned
-NUM_OTHERS = 1000  # tokens drawn for every batch from those that do not occur
+NUM_OTHERS = 1000  # tokens drawn for every batch from those that are not trained
 MAX_ANSWER = 256
 ROWS = 32  # answered at a time
 ROWS_PER_FILE = 48
@@ -45,21 +45,6 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 TargetOption = typer.Option(Path("build/smollm2/target"), help="Folder of the chat model.")
 WorkOption = typer.Option(Path("build/smollm2/draft-work"), help="Folder for answers and states.")
 ThreadsOption = typer.Option(1, help="CPU threads.")
-
-
-@dataclass(slots=True)
-class Row:
-    """A prompt and its answer. labels, log_probs: of every answer token, the target's likeliest tokens in its place."""
-
-    ids: list[int]
-    prompt_length: int
-    labels: Any = field(default_factory=list)
-    log_probs: Any = field(default_factory=list)
-
-    def take(self, output: SequenceOutput) -> None:
-        self.ids.extend(output.token_ids)
-        self.labels.extend(one.top_ids for one in output.logprobs)
-        self.log_probs.extend(one.top_logprobs for one in output.logprobs)
 
 
 @app.command()
@@ -107,33 +92,6 @@ def submit(engine: Engine, number: int, prompts: ChatPrompts, under_way: dict[in
     engine.submit(GenerationRequest(str(number), prompt, sampling), on_output)
 
 
-def write_rows(file: Path, rows: list[Row]) -> None:
-    np.savez(
-        file,
-        ids=np.concatenate([np.array(row.ids, np.uint16) for row in rows]),
-        lengths=np.array([len(row.ids) for row in rows]),
-        prompt_lengths=np.array([row.prompt_length for row in rows]),
-        labels=np.concatenate([np.array(row.labels, np.uint16) for row in rows]),
-        log_probs=np.concatenate([np.array(row.log_probs, np.float16) for row in rows]),
-    )
-
-
-def read_rows(work: Path) -> list[Row]:
-    """Answers of all runs."""
-    rows = []
-    for file in sorted(work.glob("answers-*.npz")):
-        kept = dict(np.load(file))
-        ends = np.cumsum(kept["lengths"])
-        answers_end = np.cumsum(kept["lengths"] - kept["prompt_lengths"])
-        for end, answer_end, length, prompt in zip(
-            ends, answers_end, kept["lengths"], kept["prompt_lengths"], strict=True
-        ):
-            place = slice(answer_end - (length - prompt), answer_end)
-            ids = kept["ids"][end - length : end]
-            rows.append(Row(ids, int(prompt), kept["labels"][place], kept["log_probs"][place]))
-    return rows
-
-
 def narrow(teacher: LlamaForCausalLM, layers: int, width: int) -> LlamaForCausalLM:
     """The teacher's first layers and tied embedding, along the `width` directions in which the embedding is strongest.
 
@@ -165,7 +123,7 @@ def narrow(teacher: LlamaForCausalLM, layers: int, width: int) -> LlamaForCausal
 
 
 class Vocabulary:
-    """The tokens that occur in answers, prompts or labels: only their embeddings are trained, under numbers of their own.
+    """The tokens of prompts and answers, and the likeliest: only their embeddings are trained, under numbers of their own.
 
     The others keep the target's projected embedding. In the loss, a few thousand that are drawn anew for every batch
     stand for all of them: that costs a fraction of all logits.
@@ -175,13 +133,13 @@ class Vocabulary:
         seen = np.zeros(size, bool)
         for row in rows:
             seen[row.ids] = True
-            seen[row.labels[:, :NUM_TRAINED]] = True
+            seen[row.labels[:, 0]] = True
         self.used = torch.from_numpy(np.flatnonzero(seen))
         self._numbers = np.where(seen, np.cumsum(seen) - 1, -1)
         self._others = torch.from_numpy(np.flatnonzero(~seen))
 
     def number(self, ids: np.ndarray) -> np.ndarray:
-        """Numbers of tokens; -1 for those that do not occur."""
+        """Numbers of tokens; -1 for the others."""
         return self._numbers[ids]
 
     def take_used(self, model: LlamaForCausalLM) -> torch.Tensor:
@@ -235,7 +193,8 @@ class Batches:
         place = [np.arange(len(row.labels)) + start for row, start in zip(rows, starts, strict=True)]
         labels = self._vocabulary.number(np.concatenate([row.labels[:, :NUM_TRAINED] for row in rows]))
         shares = np.exp(np.concatenate([row.log_probs[:, :NUM_TRAINED] for row in rows]).astype(np.float32))
-        return Batch(*(torch.from_numpy(one) for one in (ids, np.concatenate(place), labels, shares)))
+        shares[labels < 0] = 0.0
+        return Batch(*(torch.from_numpy(one) for one in (ids, np.concatenate(place), labels.clip(0), shares)))
 
 
 def loss_of(model: LlamaForCausalLM, batch: Batch, others: torch.Tensor) -> tuple[torch.Tensor, float]:
