@@ -97,6 +97,8 @@ CREATE TABLE arm_estimates (
   arm TEXT GENERATED ALWAYS AS (CASE
     WHEN NOT ngram THEN CASE speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || speculation_length END
     ELSE 'n-gram' || CASE speculation_length WHEN 0 THEN '' ELSE ' else draft ' || speculation_length END END),
+  ms_per_token REAL GENERATED ALWAYS AS (1000 * step_s / expected_tokens),  -- per sequence
+  half_width REAL GENERATED ALWAYS AS ((ms_per_token_high - ms_per_token_low) / 2 / ms_per_token),  -- of the interval, relative
   PRIMARY KEY (context_id, batch_min, speculation_length, ngram)
 ) STRICT, WITHOUT ROWID;
 
@@ -231,19 +233,26 @@ SELECT
   a.ngram,
   a.expected_tokens,  -- per sequence and step, bonus included
   1000 * a.step_s AS step_ms,
-  1000 * a.step_s / a.expected_tokens AS ms_per_token,  -- per sequence
+  a.ms_per_token,  -- per sequence
   a.expected_tokens / a.step_s AS tokens_per_s,  -- per sequence; times the batch size for the whole batch
   a.ms_per_token_low,  -- 95% interval
   a.ms_per_token_high,
-  plain.step_s / plain.expected_tokens / (a.step_s / a.expected_tokens) AS speedup,  -- times faster than plain decoding
+  plain.ms_per_token / a.ms_per_token AS speedup,  -- times faster than plain decoding
   a.num_steps,
   a.source,
   a.is_best,
   strftime('%Y-%m-%d %H:%M:%f', a.updated_at, 'unixepoch') AS updated_at,
   1000 * a.observed_step_s AS observed_step_ms,  -- mean of the num_steps samples; NULL without any
-  a.context_id  -- as `speclen explain --context` takes it
+  a.context_id,  -- as `speclen explain --context` takes it
+  -- 1: within 5% of the arm in use, and the evidence cannot tell them apart. All intervals share the doubt about the
+  -- machine's speed; the doubt about a difference is the rest.
+  a.is_best OR coalesce(a.source <> 'prior' AND abs(a.ms_per_token / best.ms_per_token - 1) <= 0.05
+    AND (a.ms_per_token / best.ms_per_token - 1) * (a.ms_per_token / best.ms_per_token - 1)
+      <= a.half_width * a.half_width - best.half_width * best.half_width, 0)
+    AS is_equal
 FROM arm_estimates AS a
 JOIN contexts AS x USING (context_id)
+LEFT JOIN arm_estimates AS best ON best.context_id = a.context_id AND best.batch_min = a.batch_min AND best.is_best
 LEFT JOIN arm_estimates AS plain ON plain.context_id = a.context_id AND plain.batch_min = a.batch_min
   AND plain.speculation_length = 0 AND NOT plain.ngram
 ORDER BY a.context_id, a.batch_min, a.ngram, a.speculation_length;
@@ -277,27 +286,69 @@ WHERE t.is_best
 ORDER BY t.context_id, t.batch_min;
 
 CREATE VIEW choices AS
--- current_choice for a terminal: one row per context and range of batch sizes with one arm. Means weigh by num_steps.
-WITH best AS (
-  SELECT *,
-    row_number() OVER (PARTITION BY context_id ORDER BY batch_min)
-      - row_number() OVER (PARTITION BY context_id, arm ORDER BY batch_min) AS stretch
-  FROM learned_table WHERE is_best
+-- The learned table for people: one row per context and range of batch sizes with one arm in use, or with arms that the
+-- evidence cannot tell apart from it. Figures are means over the range, weighted by num_steps.
+WITH RECURSIVE
+sizes AS (
+  SELECT *, row_number() OVER (PARTITION BY context_id ORDER BY batch_min) AS place FROM learned_table WHERE is_best
+),
+walk AS (  -- from the smallest size up; a range goes on while its arm equals the one in use
+  SELECT context_id, place, batch_min, batch_min AS range_min, arm FROM sizes WHERE place = 1
+  UNION ALL
+  SELECT s.context_id, s.place, s.batch_min, iif(e.is_equal, w.range_min, s.batch_min), iif(e.is_equal, w.arm, s.arm)
+  FROM walk AS w
+  JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place + 1
+  LEFT JOIN learned_table AS e ON e.context_id = w.context_id AND e.batch_min = s.batch_min AND e.arm = w.arm
+),
+last_steps AS (
+  SELECT context_id, batch_min, speculation_length, ngram, max(window_start) AS last_step
+  FROM prediction_windows GROUP BY context_id, batch_min, speculation_length, ngram
+),
+parts AS (
+  SELECT t.*, w.range_min, t.num_steps + 1 AS weight, shorter.ms_per_token AS shorter, longer.ms_per_token AS longer,
+    (SELECT max(last_step) FROM last_steps AS l WHERE l.context_id = t.context_id
+      AND l.batch_min BETWEEN t.batch_min AND t.batch_max
+      AND l.speculation_length = t.speculation_length AND l.ngram = t.ngram) AS last_step
+  FROM walk AS w
+  JOIN learned_table AS t USING (context_id, batch_min, arm)
+  LEFT JOIN learned_table AS shorter ON shorter.context_id = t.context_id AND shorter.batch_min = t.batch_min
+    AND shorter.ngram = t.ngram AND shorter.speculation_length = t.speculation_length - 1
+  LEFT JOIN learned_table AS longer ON longer.context_id = t.context_id AND longer.batch_min = t.batch_min
+    AND longer.ngram = t.ngram AND longer.speculation_length = t.speculation_length + 1
+),
+ranges AS (
+  SELECT context_id, context, range_min AS batch_min, max(batch_max) AS batch_max, arm,
+    sum(ms_per_token * weight) / sum(weight) AS ms_per_token,
+    sum(ms_per_token_low * weight) / sum(weight) AS ms_per_token_low,
+    sum(ms_per_token_high * weight) / sum(weight) AS ms_per_token_high,
+    sum(speedup * weight) / sum(iif(speedup IS NULL, NULL, weight)) AS speedup,
+    sum(num_steps) AS num_steps,
+    sum(shorter * weight) / sum(weight) AS shorter, sum(longer * weight) / sum(weight) AS longer,
+    max(last_step) AS last_step, max(updated_at) AS updated_at
+  FROM parts GROUP BY context_id, range_min
 )
 SELECT
   context_id,  -- as `speclen explain --context` takes it
-  CASE min(batch_min) WHEN max(batch_max) THEN '' || min(batch_min) ELSE min(batch_min) || '-' || max(batch_max) END AS batch_bucket,
+  CASE batch_min WHEN batch_max THEN '' || batch_min ELSE batch_min || '-' || batch_max END AS batch_bucket,
+  batch_min,
+  batch_max,
   arm,
-  sum(ms_per_token * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token,
-  sum(ms_per_token_low * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_low,
-  sum(ms_per_token_high * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_high,
-  sum(speedup * (num_steps + 1)) / sum(iif(speedup IS NULL, NULL, num_steps + 1)) AS speedup,
-  sum(num_steps) AS num_steps,
-  max(updated_at) AS updated_at,
+  (SELECT group_concat(other, ' = ') FROM (
+    SELECT o.arm AS other FROM learned_table AS o
+    WHERE o.context_id = r.context_id AND o.batch_min BETWEEN r.batch_min AND r.batch_max AND o.arm <> r.arm
+    GROUP BY o.arm HAVING min(o.is_equal) ORDER BY min(o.ngram), min(o.speculation_length))) AS equal_arms,  -- NULL: none
+  ms_per_token,  -- per sequence
+  ms_per_token_low,  -- 95% interval
+  ms_per_token_high,
+  speedup,  -- times faster than plain decoding
+  num_steps,  -- usable samples of the arm
+  strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest sample of the arm
+  shorter AS shorter_ms_per_token,  -- of the arm with one draft token less; NULL: none
+  longer AS longer_ms_per_token,  -- with one more
+  updated_at,
   context
-FROM best
-GROUP BY context_id, arm, stretch
-ORDER BY context_id, min(batch_min);
+FROM ranges AS r
+ORDER BY context_id, batch_min;
 
 CREATE VIEW decision_history AS
 -- Every change of a choice, newest first, with both estimates of that moment.

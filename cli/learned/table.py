@@ -1,12 +1,15 @@
-"""The learned table for a terminal: one line per range of batch sizes with the arm in use."""
+"""The learned table for people: one line per range of batch sizes with the arm in use."""
 
 from __future__ import annotations
 
+import time
+from calendar import timegm
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,9 +20,26 @@ from speclen.store.queries import view_rows
 Row = dict[str, Any]
 
 NOTHING = (
-    "Nothing is learned yet: start a worker (one that has just begun shows within two seconds), or import a profile with "
-    "`speclen profile import`."
+    "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
 )
+WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
+ARM_WIDTH = 25
+
+
+class Range(NamedTuple):
+    """One row of the view choices, or the part of it that a worker knows. None: unknown, or there is none."""
+
+    batch_bucket: str
+    arm: str
+    equal_arms: str | None = None
+    ms_per_token: float | None = None
+    ms_per_token_low: float | None = None
+    ms_per_token_high: float | None = None
+    speedup: float | None = None
+    num_steps: int | None = None
+    last_step_at: str | None = None
+    shorter_ms_per_token: float | None = None
+    longer_ms_per_token: float | None = None
 
 
 def rows_of(db: Path, view: str, context: str) -> list[Row]:
@@ -34,30 +54,76 @@ def rows_of(db: Path, view: str, context: str) -> list[Row]:
 
 
 def learned_parts(db: Path, context: str) -> list[RenderableType]:
-    """For each context its name and a table of the view choices; a sentence if nothing is learned yet."""
-    found: list[RenderableType] = []
+    """For each context its name and its table; a sentence if nothing is learned yet."""
+    width, found = Console().width, list[RenderableType]()
     for name, group in groupby(rows_of(db, "choices", context), key=lambda row: row["context"]):
-        rows = list(group)
-        updated = max(row["updated_at"] for row in rows)[:19]
-        found += [Text(name, style="bold"), table_of(rows), Text(f"updated {updated} UTC", style="dim")]
+        ranges = [Range(*(row[field] for field in Range._fields)) for row in group]
+        found += [Text(name, style="bold"), table_of(ranges, width)]
     return found or [Text(NOTHING)]
 
 
-def table_of(rows: list[Row]) -> Table:
-    """Rows of the view choices of one context."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading, justify in (("batch", "right"), ("arm", "left")):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for heading in ("ms/token", "95% interval", "vs plain", "steps"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        interval = f"{short(row['ms_per_token_low'])} to {short(row['ms_per_token_high'])}"
-        speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
-        table.add_row(
-            *(row["batch_bucket"], row["arm"], short(row["ms_per_token"]), interval, speedup, f"{row['num_steps']:,}")
-        )
+def table_of(ranges: Sequence[Range], width: int) -> Table:
+    """The table of one context for a terminal of that many columns. Columns that would be empty are left out."""
+    cells = [cells_of(each, width) for each in ranges]
+    table = Table(box=None, padding=(0, 2 if width > 90 else 1, 0, 0))
+    used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
+    for heading in used:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[heading] for heading in used))
     return table
+
+
+def cells_of(each: Range, width: int) -> dict[str, str]:
+    """The cells of a range by heading."""
+    known, interval = each.ms_per_token, ""
+    if each.ms_per_token_low is not None and each.ms_per_token_high is not None:
+        interval = f"{short(each.ms_per_token_low)} to {short(each.ms_per_token_high)}"
+    cells = {
+        "batch": each.batch_bucket,
+        "arm": arm_and_equals(each, 60 if width >= WIDE else ARM_WIDTH),
+        "ms/token": "" if known is None else short(known),
+        "95% interval": interval,
+        "vs plain": "" if each.speedup is None else f"{each.speedup:.2f}x",
+        "steps": "" if each.num_steps is None else count(each.num_steps),
+        "age": age_of(each.last_step_at),
+    }
+    if width >= WIDE and known is not None:
+        cells["1 shorter"] = beside(each.shorter_ms_per_token, known)
+        cells["1 longer"] = beside(each.longer_ms_per_token, known)
+    return cells
+
+
+def arm_and_equals(each: Range, width: int) -> str:
+    """The arm, then as many of its equals as fit into the width, then the number of the others."""
+    text, others = each.arm, each.equal_arms.split(" = ") if each.equal_arms else []
+    while others and len(f"{text} = {others[0]}") + 5 * (len(others) > 1) <= width:
+        text = f"{text} = {others.pop(0)}"
+    return f"{text} (+{len(others)})" if others else text
+
+
+def beside(ms: float | None, known: float) -> str:
+    """Milliseconds per token of a neighbour, and by how much they differ from those of the arm in use."""
+    return "" if ms is None else f"{short(ms)} ({100 * (ms / known - 1):+.0f}%)"
 
 
 def short(ms: float) -> str:
     return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def count(number: int) -> str:
+    """Six characters at most, for any number that is likely."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.0f}k" if number < 1_000_000 else f"{number / 1e6:.3g}M"
+
+
+def age_of(minute: str | None) -> str:
+    """Time since a minute such as `2026-01-31 12:00`, UTC, in its largest unit."""
+    if minute is None:
+        return ""
+    minutes = max(60.0, time.time() - timegm(time.strptime(minute, "%Y-%m-%d %H:%M"))) / 60
+    for limit, size, unit in ((90, 1, "m"), (36 * 60, 60, "h")):
+        if minutes < limit:
+            return f"{minutes / size:.0f}{unit}"
+    return f"{minutes / 1440:.0f}d"

@@ -1,4 +1,4 @@
-"""`speclen tables`: the learned table, one line per range of batch sizes with the arm in use."""
+"""`speclen tables`: the learned table of a database."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def tables(
     db: Path = DB_OPTION,
     context: str = typer.Option("", help="Only contexts whose name contains this."),
     watch: bool = typer.Option(False, "--watch", help="Refresh in place until Ctrl-C."),
-    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks with --watch."),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates with --watch."),
     as_json: bool = typer.Option(False, "--json", help="Print the rows of the view learned_table as JSON."),
     as_csv: bool = typer.Option(False, "--csv", help="Print the rows of the view learned_table as CSV."),
 ) -> None:
-    """Show the arm in use by batch size: ms per token with its interval, times faster than plain decoding, steps seen.
+    """Show the arm in use by batch size: ms per token, times faster than plain decoding, samples and their age.
 
-    --json and --csv hold every arm at every batch size; `speclen explain` shows those of one batch size.
+    Arms that the evidence cannot tell apart stand side by side, as in `draft 3 = draft 4`. From 120 columns on, the
+    neighbours of the arm are shown: one draft token less, one more. --json and --csv print every arm at every batch size.
 
     Example: speclen tables --db .speclen/speclen.db --watch
     """

@@ -1,4 +1,4 @@
-"""`speclen top`: what workers are doing, refreshed in place."""
+"""`speclen top`: load, throughput and arms of workers, refreshed in place."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from speclen.cli.learned.table import Range, table_of
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from
@@ -26,7 +27,7 @@ from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-Sample = tuple[float, pb.GetServerInfoResponse | str]  # when the worker was asked, and what it said, or why it did not
+Sample = tuple[float, pb.GetServerInfoResponse | str]  # time of the call, and the answer or the reason for none
 
 HERE = settings_of(ClientConfig)["worker"].default
 
@@ -34,8 +35,8 @@ HERE = settings_of(ClientConfig)["worker"].default
 @flags_from(ClientConfig, *SECURITY)
 def top(
     worker: list[str] = typer.Option([HERE], help="Address of a worker; may be given several times."),
-    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks."),
-    as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates."),
+    as_json: bool = typer.Option(False, "--json", help="Print the state of the workers once, as JSON."),
     **reaching: Any,
 ) -> None:
     """Watch workers: requests, throughput, acceptance and the arm in use by batch size.
@@ -105,8 +106,8 @@ def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
-    """A row for every worker; below, at the terminal's width, its arms by batch size, or the reason of no answer."""
-    below = []
+    """A row for every worker; below it the reasons of those that do not answer, and the tables of the others."""
+    reasons, learned = list[RenderableType](), dict[tuple[Range, ...], list[str]]()
     table = Table(box=None, padding=(0, 1, 0, 0))  # eight columns have to fit into 80
     table.add_column("worker", no_wrap=True)
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
@@ -115,13 +116,18 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Rendera
     for address, (asked_at, info) in current.items():
         if isinstance(info, str):
             table.add_row(address, *[""] * 6, "no answer")
-            below.append(Text(info))
+            reasons.append(Text(info))
             continue
         before_at, before = previous[address]
         rates = rate_cells(info, before, asked_at - before_at)
         table.add_row(address, *state_cells(info), *rates, info.table_source)
-        below.append(Text(f"{address}, arms by batch size: {arms_in_words(info)}"))
-    return Group(table, *below)
+        learned.setdefault(tuple(ranges_of(info.table.choices)), []).append(address)
+    return Group(table, *reasons, *(part for entry in learned.items() for part in table_parts(*entry)))
+
+
+def table_parts(ranges: tuple[Range, ...], addresses: list[str]) -> list[RenderableType]:
+    """A table and the workers that have it."""
+    return [Text(f"\n{', '.join(addresses)}", style="bold"), table_of(ranges, 80)] if ranges else []
 
 
 def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
@@ -147,13 +153,11 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
     ]
 
 
-def arms_in_words(info: pb.GetServerInfoResponse) -> str:
-    arms = [f"{low if low == high else f'{low}-{high}'}: {arm}" for low, high, arm in together(info.table.choices)]
-    return "; ".join(arms)
-
-
-def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, Arm]]:
-    """Neighbouring batch sizes with one arm as one range."""
+def ranges_of(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[Range]:
+    """Neighbouring batch sizes with one arm as one range. ms_per_token: their mean."""
     for arm, members in groupby(choices, key=lambda choice: Arm(choice.speculation_length, choice.ngram)):
-        ranges = list(members)
-        yield ranges[0].batch_min, ranges[-1].batch_max, arm
+        parts = list(members)
+        low, high = parts[0].batch_min, parts[-1].batch_max
+        times = [part.ms_per_token for part in parts if part.HasField("ms_per_token")]
+        known = sum(times) / len(times) if times else None
+        yield Range(str(low) if low == high else f"{low}-{high}", str(arm), ms_per_token=known)

@@ -240,7 +240,7 @@ def test_top_shows_whole_addresses_at_80_columns():
     console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, "it is away")}))
     shown = console.export_text()
     assert all(name in shown for name in names)
-    assert "4: draft 2" in shown
+    assert ["4", "draft", "2"] in [line.split() for line in shown.splitlines()]
     assert "controller" in shown
 
 

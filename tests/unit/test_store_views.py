@@ -71,6 +71,7 @@ def test_learned_table_by_hand(store):
         "updated_at": "2026-09-21 14:13:20.500",
         "observed_step_ms": None,
         "context_id": 1,
+        "is_equal": 1,
     }
 
 
@@ -161,3 +162,23 @@ def test_choices_join_neighbouring_ranges_with_one_arm(store):
     assert (first["ms_per_token_low"], first["ms_per_token_high"]) == (9.0, 11.0)
     assert (second["batch_bucket"], second["arm"], second["speedup"]) == ("5", "plain", 1.0)
     assert (third["batch_bucket"], third["arm"], third["speedup"]) == ("6", "n-gram else draft 2", 2.0)
+
+
+def test_choices_join_sizes_whose_arms_the_evidence_cannot_tell_apart(store):
+    """The other arm is 1% slower: within its doubt at sizes 1 to 3, beyond it at size 4."""
+    near = {"expected_tokens": 2.0, "num_steps": 9}
+    rows_of = [
+        estimate(2, 1, 1, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
+        estimate(2, 2, 2, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
+        estimate(3, 1, 1, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
+        estimate(3, 2, 2, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
+        estimate(2, 3, 3, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
+        estimate(3, 3, 3, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
+        estimate(2, 4, 4, step_s=0.0202, ms_per_token_low=10.0, ms_per_token_high=10.2, **near),
+        estimate(3, 4, 4, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
+    ]
+    store_now(store, Commit(contexts=[context()], arm_estimates=rows_of))
+    first, second = view(store, "choices")
+    assert (first["batch_bucket"], first["arm"], first["equal_arms"]) == ("1-3", "draft 2", "draft 3")
+    assert (first["longer_ms_per_token"], first["shorter_ms_per_token"]) == (pytest.approx(30.2 / 3), None)
+    assert (second["batch_bucket"], second["arm"], second["equal_arms"]) == ("4", "draft 3", None)

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.learned.top import arms_in_words
+from speclen.cli.learned.table import Range, arm_and_equals
+from speclen.cli.learned.top import ranges_of
 from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
-from speclen.v1 import control_pb2, generation_pb2
+from speclen.v1 import control_pb2
 from tests.support.database_rows import write_database
 from tests.support.store_rows import context, estimate, rows, store_now
 
@@ -31,14 +32,13 @@ def run(*arguments: str) -> str:
 
 
 def test_each_range_has_a_line_under_the_name_of_its_context(database):
-    title, heading, *lines, updated = run("--db", str(database)).splitlines()
+    title, heading, *lines = run("--db", str(database)).splitlines()
     assert title == "t + d on cpu:test, float32"
-    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps"]
+    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps", "age"]
     assert [line.split() for line in lines] == [
         ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"],
-        ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"],
+        ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200", "1m"],
     ]
-    assert updated.startswith("updated ")
 
 
 def test_the_widest_line_fits_into_80_columns(tmp_path):
@@ -49,8 +49,9 @@ def test_the_widest_line_fits_into_80_columns(tmp_path):
     assert store_now(store, Commit(contexts=[context()], arm_estimates=[row, plain])) is None
     store.close()
     shown = run("--db", str(tmp_path / "s.db"))
-    assert "1024-4096  n-gram else draft 64" in shown
-    assert "10,000,000" in shown
+    assert "1024-4096 n-gram else draft 64" in shown
+    assert "10M" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
 
 
@@ -98,6 +99,15 @@ def test_top_joins_neighbouring_batch_sizes_with_one_arm():
         control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
         for low, high, length, ngram in arms
     ]
-    table = control_pb2.LengthTable(choices=choices)
-    info = generation_pb2.GetServerInfoResponse(table_source="controller", table=table)
-    assert arms_in_words(info) == "1-4: n-gram else draft 2; 5: draft 1; 6-9: plain"
+    assert [(each.batch_bucket, each.arm) for each in ranges_of(choices)] == [
+        ("1-4", "n-gram else draft 2"),
+        ("5", "draft 1"),
+        ("6-9", "plain"),
+    ]
+
+
+def test_equal_arms_stand_beside_the_arm_as_far_as_they_fit():
+    each = Range("1", "draft 3", "draft 4 = draft 5 = n-gram")
+    assert arm_and_equals(each, 60) == "draft 3 = draft 4 = draft 5 = n-gram"
+    assert arm_and_equals(each, 25) == "draft 3 = draft 4 (+2)"
+    assert arm_and_equals(Range("1", "plain"), 25) == "plain"
