@@ -231,5 +231,5 @@ def test_failed_requests_have_no_output_to_compare():
 
 
 def test_an_output_that_is_cut_is_no_tie():
-    with pytest.raises(ValueError, match="3 and 2 tokens of one request"):
+    with pytest.raises(ValueError, match="3 and 2 tokens for one request"):
         checked(outputs((5, 6), (8, 9, 1)))
