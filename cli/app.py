@@ -20,14 +20,14 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from speclen.console.environment import check_environment
-from speclen.console.errors import UserError, wrapped
-from speclen.console.flags import readable
-from speclen.console.output import printing
+from speclen.cli.support.environment import check_environment
+from speclen.cli.support.errors import UserError, wrapped
+from speclen.cli.support.flags import readable
+from speclen.cli.support.output import printing
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
 VERBS: dict[str, tuple[str, str, str]] = {
-    "up": ("speclen.cli.up", "up", "Run a controller and workers in one terminal."),
+    "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
     "controller": (
         "speclen.cli.controller",
         "controller",
@@ -35,9 +35,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "worker": ("speclen.cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
     "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
-    "top": ("speclen.cli.top", "top", "Watch workers: requests, throughput, lengths in use."),
-    "tables": ("speclen.cli.tables", "tables", "Show the learned table of a database."),
-    "explain": ("speclen.cli.explain", "explain", "Why a batch size gets its length: the estimates behind a choice."),
+    "top": ("speclen.cli.learned.top", "top", "Watch workers: requests, throughput, lengths in use."),
+    "tables": ("speclen.cli.learned.tables", "tables", "Show the learned table of a database."),
+    "explain": (
+        "speclen.cli.learned.explain",
+        "explain",
+        "Show the estimates behind the arm of a batch size.",
+    ),
     "replay": (
         "speclen.cli.replay",
         "replay",
@@ -46,8 +50,12 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "profile": ("speclen.cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller, once or again and again."),
     "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
-    "export": ("speclen.cli.export", "export_state", "Write what was learned as JSON, to move it between fleets."),
-    "import": ("speclen.cli.import_state", "import_state", "Take over what another fleet learned."),
+    "export": (
+        "speclen.cli.transfer.export",
+        "export_state",
+        "Write what was learned as JSON, to move it between fleets.",
+    ),
+    "import": ("speclen.cli.transfer.import_state", "import_state", "Take over what another fleet learned."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),

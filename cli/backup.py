@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from speclen.console.database import DB_OPTION, copy_database
-from speclen.console.errors import UserError, say
-from speclen.console.processes import end_as_by_ctrl_c
+from speclen.cli.support.database import DB_OPTION, copy_database
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.processes import end_as_by_ctrl_c
 from speclen.store.backup import is_empty
 from speclen.store.connection import StoreError
 

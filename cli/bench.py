@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from speclen.console.flags import readable
+from speclen.cli.support.flags import readable
 from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)
@@ -70,6 +70,6 @@ def bench() -> None:
 
     Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
-    from speclen.console.processes import end_as_by_ctrl_c  # here, for the overview's sake
+    from speclen.cli.support.processes import end_as_by_ctrl_c  # here, for the overview's sake
 
     end_as_by_ctrl_c()

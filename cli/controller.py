@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from speclen.console.errors import UserError
-from speclen.console.flags import flags_from
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.flags import flags_from
 from speclen.controller.config import ControllerConfig
 
 

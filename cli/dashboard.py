@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from speclen.console.database import DB_OPTION, reading
-from speclen.console.errors import UserError
+from speclen.cli.support.database import DB_OPTION, reading
+from speclen.cli.support.errors import UserError
 
 if TYPE_CHECKING:
     from datasette.app import Datasette

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.database import DB_OPTION, examining
-from speclen.console.errors import UserError
+from speclen.cli.support.database import DB_OPTION, examining
+from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, in_one_line, sqlite3
 from speclen.store.files import is_locked
@@ -134,7 +134,9 @@ def space(db: Path, connection: Connection) -> Iterator[Finding]:
     if wal_bytes > max(256 << 20, db.stat().st_size):
         yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")
     elif free < LOW_SPACE_BYTES:
-        yield Finding("space", "warning", found, "make room, or keep fewer reports: see docs/store.md, Retention")
+        yield Finding(
+            "space", "warning", found, "make room, or keep fewer reports: see docs/reference/store.md, Retention"
+        )
     else:
         yield Finding("space", "ok", found)
 

@@ -10,9 +10,9 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from speclen.console.client import SECURITY, ClientConfig, client_from
-from speclen.console.errors import UserError
-from speclen.console.flags import flags_from
+from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.flags import flags_from
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from speclen.console.client import SECURITY, ClientConfig, client_from
-from speclen.console.database import DATABASE
-from speclen.console.errors import UserError, say, wrapped
-from speclen.console.files import check_place
-from speclen.console.flags import flags_from, ranges
+from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.database import DATABASE
+from speclen.cli.support.errors import UserError, say, wrapped
+from speclen.cli.support.files import check_place
+from speclen.cli.support.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -230,7 +230,7 @@ def compare_table(path: Path, table_format: str, db: Path, context: str, as_json
     """Show another engine's table beside the lengths in use. Raises UserError."""
     from rich.console import Console
 
-    from speclen.console.engine_tables import chosen
+    from speclen.cli.transfer import chosen
 
     found = chosen.differences(chosen.table_from(path, table_format), db, context)
     if as_json:

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speclen.console.database import DB_OPTION, reading
-from speclen.console.errors import UserError
-from speclen.console.history import MAX_REPORTS, events
+from speclen.cli.learned.history import MAX_REPORTS, events
+from speclen.cli.support.database import DB_OPTION, reading
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator import Estimator

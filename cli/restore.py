@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from speclen.console.database import DB_OPTION
-from speclen.console.errors import UserError, say
+from speclen.cli.support.database import DB_OPTION
+from speclen.cli.support.errors import UserError, say
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
 

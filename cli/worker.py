@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any
 
-from speclen.console.errors import UserError, say
-from speclen.console.flags import flags_from
-from speclen.console.whose import check_controller
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.flags import flags_from
+from speclen.cli.support.whose import check_controller
 from speclen.records import Limits
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins

@@ -36,7 +36,7 @@ make_environment() {
   echo "installing into .venv (a few minutes the first time, nothing the next)" >&2
   [[ -x .venv/bin/python ]] || "$python" -m venv .venv || fail "$python cannot make a virtual environment: install its venv module"
   # torch is pinned to a version, not to a build: PyPI's for Linux has CUDA in it (5 GB), the one of PyTorch's CPU index
-  # (PIP_EXTRA_INDEX_URL, see docs/install.md) has not, and is preferred where pip is told of it.
+  # (PIP_EXTRA_INDEX_URL, see docs/guides/install.md) has not, and is preferred where pip is told of it.
   .venv/bin/python -m pip install -qq --progress-bar off -c constraints.txt -e ".[$extras]" >&2 ||
     fail "the dependencies could not be installed: the lines above name the cause; then run this again"
   .venv/bin/python -m compileall -q .venv/lib/python3*/site-packages/{transformers/models/llama,grpc,typer,rich} >/dev/null 2>&1 || true

@@ -1,4 +1,4 @@
-"""Draw the folders of this project and which imports which into docs/architecture.md: python scripts/house.py [--check].
+"""Draw the folders of this project and which imports which into its architecture page: python scripts/house.py [--check].
 
 An arrow A --> B says that a file of A imports one of B. Arrows that follow from others (A --> B --> C gives A --> C) are
 left out. With --check nothing is written; the exit code says whether the document is what the code gives.
@@ -11,19 +11,27 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "explanation" / "architecture.md"
 BEGIN, END = "<!-- house: made by python scripts/house.py -->", "<!-- house: end -->"
-DIVIDED = ("bench", "controller", "integrations", "worker")  # shown by their folders
-WHOLE = ("cli", "console", "store", "transport")
+DIVIDED = ("bench", "cli", "controller", "integrations", "worker")  # shown by their folders
+WHOLE = ("store", "transport")
+BESIDE = {"cli": "cli"}  # rooms made of the modules beside the folders
 
 Arrows = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """The room of a module, both without `speclen.`; "" for the few modules beside the rooms, such as worker.config."""
+    """The room of a module, both without `speclen.`; "" for a module beside the rooms, such as worker.config.
+
+    The modules in cli/ itself are a room: the verbs of one module each.
+    """
     parts = module.split(".")
     if parts[0] in DIVIDED:
-        return "/".join(parts[:2]) if len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir() else ""
+        return (
+            "/".join(parts[:2])
+            if len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir()
+            else BESIDE.get(parts[0], "")
+        )
     return "proto" if parts[0] == "v1" else parts[0]
 
 
@@ -73,14 +81,15 @@ def purpose(room: str) -> str:
 
 
 def num_modules(room: str) -> int:
-    return sum(path.name != "__init__.py" for path in (ROOT / room).rglob("*.py") if "_pb2" not in path.name)
+    pattern = "*.py" if room in BESIDE else "**/*.py"
+    return sum(path.name != "__init__.py" for path in (ROOT / room).glob(pattern) if "_pb2" not in path.name)
 
 
 def drawing() -> str:
     """The picture, and a table of the rooms."""
     arrows = arrows_between_rooms()
     lines = ["```mermaid", "flowchart TD"]
-    for top in ("cli", "bench", "console", "worker", "controller", "store", "transport", "proto"):
+    for top in ("cli", "bench", "worker", "controller", "store", "transport", "proto"):
         inside = [f'    {name(room)}["{room}"]' for room in sorted(arrows) if room.partition("/")[0] == top]
         lines += [f"    subgraph {top}_rooms[ ]", *inside, "    end"] if top in DIVIDED else inside
     for room, below in sorted(reduced(arrows).items()):
@@ -102,7 +111,9 @@ def main() -> int:
     if "--check" not in sys.argv:
         DOCUMENT.write_text(made)
     elif made != text:
-        print("docs/architecture.md is not what the code gives: run python scripts/house.py", file=sys.stderr)
+        print(
+            "docs/explanation/architecture.md is not what the code gives: run python scripts/house.py", file=sys.stderr
+        )
         return 1
     return 0
 

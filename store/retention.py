@@ -17,7 +17,7 @@ BYTES_BESIDE_REPORTS = 2**28
 class Retention:
     """Bounds on what grows with time. The learned tables are always kept."""
 
-    # Raw reports, some 90 bytes each (docs/store.md): the default takes about 450 MB.
+    # Raw reports, some 90 bytes each (docs/reference/store.md): the default takes about 450 MB.
     max_report_rows: int = 5_000_000
     # Days after which raw reports go, whatever their number.
     max_days: float = 30.0

@@ -1,6 +1,6 @@
 """Settings of a program: each is written once, as a field of its configuration class, with help and bounds.
 
-The command line makes a flag of every field (`speclen.console.flags`), so flag, environment variable, key of the
+The command line makes a flag of every field (`speclen.cli.support.flags`), so flag, environment variable, key of the
 configuration file, default and help cannot disagree.
 """
 

@@ -23,8 +23,8 @@ import openai
 
 from speclen.bench.clients.crowd import NUM_DISCONNECTS, NUM_STREAMS, Crowd, disconnects, streams
 from speclen.bench.clients.openai_cases import CASES
-from speclen.console.errors import UserError
-from speclen.console.processes import Child
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
 
 MODEL = "bundled-pair"
 KEY = "a-key-of-this-check"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speclen.bench.comparison.rounds import Comparison, Ratio, from_rows, to_rows
-from speclen.console.files import write_whole
+from speclen.cli.support.files import write_whole
 
 FORMAT = "speclen-serve-2"
 # What must be alike in two runs whose rounds are put together.

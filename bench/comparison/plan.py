@@ -22,7 +22,7 @@ from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
 from speclen.bench.serving.tracks import draw_requests
 from speclen.bench.serving.warm import WarmWorker
-from speclen.console.errors import UserError, say
+from speclen.cli.support.errors import UserError, say
 from speclen.records import Arm
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb

@@ -10,7 +10,7 @@ import numpy as np
 
 from speclen.bench.comparison.document import comparison_of
 from speclen.bench.serving.block import Bin
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 FIELDS = tuple(Bin.__dataclass_fields__)
 # what is drawn: of, by

@@ -38,9 +38,9 @@ from speclen.bench.serving.policies import in_words, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
-from speclen.console.errors import UserError, say
-from speclen.console.files import check_place
-from speclen.console.flags import flags_from
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.files import check_place
+from speclen.cli.support.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 

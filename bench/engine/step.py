@@ -23,8 +23,8 @@ from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.machine import machine
 from speclen.bench.spread import spread
-from speclen.console.errors import UserError
-from speclen.console.flags import flags_from
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.flags import flags_from
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair

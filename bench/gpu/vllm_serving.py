@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from speclen.bench.machine import provenance
-from speclen.console.files import write_whole
+from speclen.cli.support.files import write_whole
 
 POLICIES = ("adaptive", "none", "fixed:1", "fixed:3", "fixed:5", "fixed:8")
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
@@ -56,7 +56,7 @@ def main() -> int:
     until = time.monotonic() + options.seconds - END_S
     from speclen.bench.gpu.vllm_engine import DRY, FULL, make_engine, set_environment  # here, since they take seconds
     from speclen.bench.serving.deployment import free_address
-    from speclen.console.processes import Child
+    from speclen.cli.support.processes import Child
 
     models, address, log = DRY if options.dry_run else FULL, free_address(), options.out.with_suffix(".controller.log")
     arguments = ["controller", "--listen", address, "--db", str(options.out.with_suffix(".db"))]

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speclen.console.database import reading
-from speclen.console.errors import UserError
-from speclen.console.files import write_whole
+from speclen.cli.support.database import reading
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.files import write_whole
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.queries import StoredProfile, stored_profiles

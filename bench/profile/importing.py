@@ -8,10 +8,10 @@ from pathlib import Path
 
 import grpc
 
-from speclen.console.client import Client
-from speclen.console.database import DATABASE
-from speclen.console.errors import UserError
-from speclen.console.whose import identity, owns
+from speclen.cli.support.client import Client
+from speclen.cli.support.database import DATABASE
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.whose import identity, owns
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
 from speclen.records import ContextKey

@@ -9,7 +9,7 @@ import numpy as np
 
 from speclen.bench.profile.analysis import Analysis
 from speclen.bench.profile.document import ProfileDocument
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 
 def plot(document: ProfileDocument, analysis: Analysis, out: Path) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from speclen.bench.machine import machine, provenance
 from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
-from speclen.console.errors import UserError, say
+from speclen.cli.support.errors import UserError, say
 from speclen.records import ContextKey
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare

@@ -21,7 +21,7 @@ import typer
 
 from speclen.bench.service.swarm import RoundTrips, round_trips, throughput
 from speclen.bench.spread import Spread, spread
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.connection import sqlite3
 
 STORAGES = ("sqlite", "off")

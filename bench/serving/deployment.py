@@ -14,8 +14,8 @@ import grpc
 
 from speclen.bench.profile.document import read_document
 from speclen.bench.profile.importing import send
-from speclen.console.client import Client
-from speclen.console.processes import Child
+from speclen.cli.support.client import Client
+from speclen.cli.support.processes import Child
 from speclen.records import ContextKey
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.records import PLAIN, Arm, Limits, parse_arm
 from speclen.worker.profiling.file import table_from_file
 

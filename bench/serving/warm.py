@@ -24,9 +24,9 @@ from speclen.bench.serving.deployment import (
     seed_controller,
 )
 from speclen.bench.serving.policies import Policy, in_words
-from speclen.console.database import copy_database
-from speclen.console.errors import UserError
-from speclen.console.processes import Child, without_settings
+from speclen.cli.support.database import copy_database
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child, without_settings
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 

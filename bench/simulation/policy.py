@@ -19,7 +19,7 @@ from speclen.bench.simulation.drawing import World
 from speclen.bench.simulation.learner import EstimatorLearner
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import play as play_world
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.controller.estimator import Estimator
 
 COMPARED = ("adaptive", "profile", "fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:6", "none")

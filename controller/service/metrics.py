@@ -25,7 +25,7 @@ Labelled = dict[tuple[str, ...], float]
 
 
 class ControllerCollector:
-    """Everything under the prefix `speclen_controller_`; docs/controller.md has the table.
+    """Everything under the prefix `speclen_controller_`; docs/explanation/controller.md has the table.
 
     loop: where the controller runs; the page's own threads have the numbers read there, between two of its steps. None
     when the reader is on it already.

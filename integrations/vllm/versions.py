@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-TRIED = ("0.30", "0.31", "0.32", "0.33")  # docs/vllm.md says how
+TRIED = ("0.30", "0.31", "0.32", "0.33")  # docs/guides/vllm.md says how
 
 NEEDED = {
     "Scheduler": (

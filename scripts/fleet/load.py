@@ -11,7 +11,7 @@ import grpc
 import httpx
 import openai
 
-from speclen.console.client import Client
+from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

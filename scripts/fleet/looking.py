@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from nodes import Up
 
-from speclen.console.database import reading
+from speclen.cli.support.database import reading
 from speclen.store.queries import view_rows
 from speclen.v1 import generation_pb2 as pb
 

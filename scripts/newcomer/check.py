@@ -142,11 +142,13 @@ def foreign_systems(folder: Path, terminal: Terminal) -> Iterator[Path]:
 
 @contextmanager
 def guarded(terminal: Terminal, report: Report) -> Iterator[dict[str, str]]:
-    """The system of docs/serving.md: its commands for certificates, its file, with free ports and the bundled pair."""
-    report.say("\n## TLS and a token, as docs/serving.md says")
-    certificates = next(block for block in shell_blocks("docs/serving.md") if "openssl" in block)
+    """The system of docs/guides/serving.md: its certificates, its file, with free ports and the bundled pair."""
+    report.say("\n## TLS and a token, as docs/guides/serving.md says")
+    certificates = next(block for block in shell_blocks("docs/guides/serving.md") if "openssl" in block)
     report.show(terminal.type(certificates.replace("SERVER", "localhost")), columns=0)
-    toml = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/serving.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    toml = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/guides/serving.md").read_text(), re.MULTILINE | re.DOTALL)[
+        0
+    ]
     ports = {port: free_address().rpartition(":")[2] for port in ("7070", "7080", "9070", "9080")}
     for port, own in ports.items():
         toml = toml.replace(port, own)

@@ -13,7 +13,7 @@ from load import closed_load
 from servers import Server
 
 from speclen.bench.findings import Report
-from speclen.console.database import reading
+from speclen.cli.support.database import reading
 from speclen.store.queries import view_rows
 
 WAVES = (1, 4, 16, 2, 8, 1, 16, 4, 1, 16)  # clients at once, one wave after the other

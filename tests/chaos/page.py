@@ -1,4 +1,4 @@
-"""The table of faults: on the terminal, and in docs/robustness.md."""
+"""The table of faults: on the terminal, and in docs/explanation/robustness.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from chaos.run import Finding
 
-PAGE = Path(__file__).parents[2] / "docs" / "robustness.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "robustness.md"
 BEGIN, END = "<!-- faults: made by scripts/chaos --write-page -->", "<!-- faults: end -->"
 MARKS = {True: "held", False: "**broken**", None: "not run"}
 

@@ -74,7 +74,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     parser.add_argument("--keep", metavar="FOLDER", help="leave logs and databases in this folder")
     parser.add_argument("--json", metavar="FILE", help="write the findings there as well")
-    parser.add_argument("--write-page", action="store_true", help="renew docs/robustness.md with the findings")
+    parser.add_argument(
+        "--write-page", action="store_true", help="renew docs/explanation/robustness.md with the findings"
+    )
     return parser.parse_args(given)
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from speclen.bench.serving.chat import KINDS, ChatPrompts
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.records import PLAIN, parse_arm
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.control_fakes import group, registration

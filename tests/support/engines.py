@@ -23,7 +23,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
-# The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda, for which docs/architecture.md names them.
+# The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("SPECLEN_TEST_DEVICE", "cpu"))
 NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")
 # What OpenVINO computes in on this machine.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address

@@ -7,7 +7,7 @@ import re
 from contextlib import closing
 from pathlib import Path
 
-from speclen.console.history import estimates_of, events
+from speclen.cli.learned.history import estimates_of, events
 from speclen.controller.analysis.replay import replay
 from speclen.store.connection import Connection, connect_reader
 from speclen.store.queries import contexts, stored_reports

@@ -15,7 +15,7 @@ from tests.support.scraped import scraped_controller, scraped_worker
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text().partition("## Alerts")[2].partition("\n## ")[0]
+RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text().partition("## Alerts")[2].partition("\n## ")[0]
 ELSEWHERE = {"up"}  # of Prometheus itself
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from speclen.cli.backup import backup
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.backup import copy as backup_copy
 from speclen.store.backup_place import BackupPlace
 from speclen.store.connection import StoreError, sqlite3

@@ -23,8 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.console.client import Client
-from speclen.console.errors import UserError
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.certificates import make_certificates

@@ -1,4 +1,4 @@
-"""The short run of scripts/chaos holds, and docs/robustness.md has every fault that the script makes."""
+"""The short run of scripts/chaos holds, and docs/explanation/robustness.md has every fault that the script makes."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ import speclen.cli.profile
 from speclen.bench.profile.analysis import analyse, ms_per_token
 from speclen.bench.profile.document import ProfileDocument, read_document
 from speclen.bench.profile.importing import Destination
-from speclen.console.client import Client
-from speclen.console.errors import UserError
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig

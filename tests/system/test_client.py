@@ -9,10 +9,10 @@ import pytest
 
 from speclen.bench.profile.importing import find_destination
 from speclen.cli.app import with_client_defaults
-from speclen.console.client import Client
-from speclen.console.errors import UserError
-from speclen.console.processes import Child
-from speclen.console.whose import check_controller, identity
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
+from speclen.cli.support.whose import check_controller, identity
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from tests.support.addresses import free_address
 from tests.support.certificates import Certificates, make_certificates
@@ -182,7 +182,7 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
 
 
 def test_a_container_can_ask_for_health_with_a_token(guarded, made, token):
-    probe = [sys.executable, "-m", "speclen.console.health", "controller", guarded.address]
+    probe = [sys.executable, "-m", "speclen.cli.support.health", "controller", guarded.address]
     options = ["--ca", str(made.authority.cert), "--token-file", str(token)]
     assert subprocess.run([*probe, *options], check=False).returncode == 0
     refused = subprocess.run([*probe, *options[:2]], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2 as pb
 from tests.support.control_fakes import group, identity, registration, report, run, served, status_of
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "controller.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "controller.md"
 
 
 def test_every_setting_is_on_the_page_and_no_other():

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from speclen.cli.dashboard import METADATA, address, create_application
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database

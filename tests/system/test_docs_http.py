@@ -17,7 +17,7 @@ from speclen.worker.observing.tracing import Origin, RequestTrace, attributes
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from tests.support.http_worker import http_worker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_python(worker, capsys):
     for block in blocks("python", worker):
         if "structured_outputs" in block and importlib.util.find_spec("llguidance") is None:
             continue  # an extra that this environment lacks
-        exec(compile(block, "docs/http.md", "exec"), names)  # noqa: S102
+        exec(compile(block, "docs/reference/http.md", "exec"), names)  # noqa: S102
         assert capsys.readouterr().out.strip()
     assert names["answer"].usage.completion_tokens == 32
 

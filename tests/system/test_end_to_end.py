@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from speclen.cli.app import settings_of_verb
-from speclen.console.environment import check_environment
-from speclen.console.errors import UserError
-from speclen.console.processes import FIRST_PAUSE_S, Child, stop_all
+from speclen.cli.support.environment import check_environment
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -183,7 +183,7 @@ def test_a_benchmarks_child_reads_no_settings(tmp_path, monkeypatch, takes_setti
 PARENT = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
+from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 
 STUBBORN = "; ".join([
     "import signal, time",

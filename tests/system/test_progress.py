@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from speclen.console import progress
-from speclen.console.errors import UserError
-from speclen.console.processes import Child
-from speclen.console.progress import Progress, Work, work_of
+from speclen.cli.support import progress
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
+from speclen.cli.support.progress import Progress, Work, work_of
 
 
 def test_work_of_this_process_grows():

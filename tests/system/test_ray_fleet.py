@@ -24,8 +24,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from speclen.cli.app import with_ray_address
-from speclen.cli.up import OF_FLEETS, refuse_without_ray
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
+from speclen.cli.up.up import OF_FLEETS, refuse_without_ray
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.hosting import RefusedError
 from speclen.integrations.ray.room import check_reachable, check_room
@@ -101,7 +101,7 @@ def test_a_controller_that_others_reach_must_be_protected(tmp_path):
         config.controller_config("10.0.0.5", {})
     assert FleetConfig(insecure=True).controller_config("10.0.0.5", {}).insecure
     assert FleetConfig(metrics_listen="[::1]:9070").controller_config("127.0.0.1", {}).metrics_listen == "[::1]:9070"
-    # As docs/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
+    # As docs/guides/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
     assert {"controller_cert", "controller_key"} <= set(OF_FLEETS)
     cert, key, token = (tmp_path / name for name in ("cert", "key", "token"))
     guarded = FleetConfig(controller_cert=cert, controller_key=key)

@@ -13,7 +13,7 @@ import pytest
 
 from speclen.cli.backup import backup
 from speclen.cli.restore import restore
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.backup_place import BackupPlace
 from speclen.store.database import Store
 from speclen.v1 import control_pb2_grpc as rpc

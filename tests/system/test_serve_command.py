@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.bench import app
-from speclen.console.database import reading
-from speclen.console.errors import UserError
-from speclen.console.history import events
+from speclen.cli.learned.history import events
+from speclen.cli.support.database import reading
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.replay import GroupObserved
 from tests.support import tiny_models
 

@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from speclen.bench.profile.importing import find_destination
-from speclen.console.client import Client
-from speclen.console.errors import UserError
-from speclen.console.processes import Child
-from speclen.console.whose import identity, owns
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
+from speclen.cli.support.whose import identity, owns
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address, two_free_ports
@@ -120,7 +120,7 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
 
 def test_two_at_once_use_other_ports(tmp_path):
     """`scripts/start --once` measured another checkout's system: it needs no fixed ports, so it takes free ones."""
-    from speclen.console.places import Places
+    from speclen.cli.up.places import Places
 
     with running_controller(tmp_path / "a") as running:
         places = Places.choose(running.address, "127.0.0.1:0", 2, Client(), any_port=True)
@@ -130,8 +130,8 @@ def test_two_at_once_use_other_ports(tmp_path):
 
 
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
-    from speclen.cli.up import Run
-    from speclen.console.places import Places
+    from speclen.cli.up.places import Places
+    from speclen.cli.up.up import Run
 
     host, port = "127.0.0.1", two_free_ports()
     places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
@@ -145,8 +145,8 @@ def test_every_worker_has_an_http_front_one_port_further(tmp_path):
 @pytest.mark.parametrize("options", [("--db", "elsewhere.db"), ("--in-memory",)])
 def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
     """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
-    from speclen.cli.up import database_of, print_addresses, print_what_is_left
-    from speclen.console.places import Places
+    from speclen.cli.up.places import Places
+    from speclen.cli.up.up import database_of, print_addresses, print_what_is_left
 
     monkeypatch.chdir(tmp_path)
     with running_controller(tmp_path / "a", *options) as running:

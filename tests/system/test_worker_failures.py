@@ -18,7 +18,7 @@ import grpc
 import httpx
 import pytest
 
-from speclen.console.processes import Child
+from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models

@@ -13,7 +13,7 @@ import speclen.bench.engine.step
 from speclen.bench.engine.run import EngineBench
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.spread import ratio, spread
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import engines, tiny_models
 

@@ -45,12 +45,17 @@ def test_a_service_reads_what_systemd_hands_to_it(unit):
     assert sorted(read) == sorted(handed)
     assert handed == {name: f"/etc/speclen/{name}" for name in handed}
     for name in handed:
-        assert f"`{name}`" in services(), f"docs/install.md does not say that {unit.name} needs {name}"
+        assert f"`{name}`" in services(), f"docs/guides/install.md does not say that {unit.name} needs {name}"
 
 
 def services() -> str:
-    """The units of docs/install.md."""
-    return (DEPLOY.parent / "docs" / "install.md").read_text().partition("\n## Services\n")[2].partition("\n## ")[0]
+    """The units of docs/guides/install.md."""
+    return (
+        (DEPLOY.parent / "docs" / "guides" / "install.md")
+        .read_text()
+        .partition("\n## Services\n")[2]
+        .partition("\n## ")[0]
+    )
 
 
 def test_a_service_that_cannot_work_is_not_started_again_and_again():

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb, settings_of_verb
-from speclen.console.environment import check_environment
+from speclen.cli.support.environment import check_environment
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"(?:^|\s|`)speclen ((?:[a-z]+)(?: [^`#\n|&]*)?)")
 
 
@@ -88,7 +88,11 @@ def test_the_readme_is_short() -> None:
 
 
 def test_deployments_name_settings_and_flags_that_exist() -> None:
-    files = [*(ROOT / "deploy").rglob("*.yaml"), *(ROOT / "deploy").rglob("*.service"), ROOT / "docs" / "runbook.md"]
+    files = [
+        *(ROOT / "deploy").rglob("*.yaml"),
+        *(ROOT / "deploy").rglob("*.service"),
+        ROOT / "docs" / "guides" / "runbook.md",
+    ]
     text = "".join(path.read_text() for path in files)
     variables = set(re.findall(r"SPECLEN_[A-Z_]+[A-Z]", text))
     assert len(variables) > 6

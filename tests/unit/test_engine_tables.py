@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speclen.cli.export import export_state
-from speclen.console.engine_tables.chosen import differences, table_from
-from speclen.console.engine_tables.formats import READERS, WRITERS, Range, length_at, merged, read_table
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
+from speclen.cli.transfer.chosen import differences, table_from
+from speclen.cli.transfer.export import export_state
+from speclen.cli.transfer.formats import READERS, WRITERS, Range, length_at, merged, read_table
 from speclen.store.database import Store
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database

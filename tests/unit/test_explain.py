@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.console.errors import UserError
-from speclen.console.history import find_context
+from speclen.cli.learned.history import find_context
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.records import Arm, ArmEstimate
 from speclen.store.database import Store

@@ -1,4 +1,4 @@
-"""Families of transformers that are served, and refused for a reason: the table of docs/serving.md."""
+"""Families of transformers that are served, and refused for a reason: the table of docs/guides/serving.md."""
 
 from __future__ import annotations
 

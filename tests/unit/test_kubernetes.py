@@ -120,7 +120,7 @@ def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
 def test_clients_have_another_token_than_the_controller():
     workers, theirs = secret_behind("worker", "TOKEN_FILE"), secret_behind("worker", "CONTROLLER_TOKEN_FILE")
     assert theirs == secret_behind("controller", "TOKEN_FILE") != workers
-    page = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    page = (DEPLOY.parent / "docs" / "guides" / "kubernetes.md").read_text()
     for secret in (workers, theirs, "speclen-tls"):
         assert f"| `{secret}` |" in page
 

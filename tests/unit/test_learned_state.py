@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from speclen.cli.export import export_state
-from speclen.cli.import_state import import_state
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
+from speclen.cli.transfer.export import export_state
+from speclen.cli.transfer.import_state import import_state
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm, ContextKey, Limits, StepRecord
 from speclen.store.database import Store, StoreConfig

@@ -10,8 +10,8 @@ import pytest
 
 from speclen.cli.app import main
 from speclen.cli.generate import print_stream
-from speclen.console.errors import UserError
-from speclen.console.output import printing
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import printing
 from speclen.v1 import generation_pb2 as pb
 
 CHUNKS = [pb.GenerateResponse(chunk=pb.GenerateChunk(text=text)) for text in ("naïve ", "😀", " end")]

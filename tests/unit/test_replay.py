@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
 from speclen.controller.estimator import Estimator
 from speclen.controller.wire.stored import row_of

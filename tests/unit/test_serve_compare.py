@@ -15,7 +15,7 @@ from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_ro
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.tracks import Arrival
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 # Mean latency of each policy, in units of what the requests take at best.
 SLOWNESS = {"adaptive": 1.0, "none": 2.0, "fixed:2": 1.2, "fixed:4": 1.21, "n-gram": 1.0}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from speclen.bench.serving.policies import expand, in_words, make_policy, parse_policies
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 SIZES, LENGTHS = (1, 4), (0, 1, 2, 3)
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.top import arms_in_words
-from speclen.console.errors import UserError
+from speclen.cli.learned.top import arms_in_words
+from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2, generation_pb2

@@ -23,7 +23,7 @@ from torch import nn
 
 log = logging.getLogger(__name__)
 
-# Kernels that oneDNN keeps, one for every shape of a product. docs/engine.md has what 128 to 1,024, its default, cost in
+# Kernels that oneDNN keeps, one for every shape of a product. engine.md has what 128 to 1,024, its default, cost in
 # time and memory while batch sizes and lengths change.
 KERNELS_KEPT = "512"
 ROWS_HINT = 16  # rows that the layout is chosen for; other counts use the same layout

@@ -3,7 +3,7 @@
 The index is a suffix automaton (Blumer et al. 1985), which grows by at most two states a token in constant time on
 average. The longest suffix of the text that occurred before is the state that its last state links to, so nothing is
 searched. Chains of n-grams, as in compressors, are built in a third of the time but searched in several times of it;
-docs/engine.md has the figures.
+docs/explanation/engine.md has the figures.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
-# Products of bfloat16 take longer for one row or two than for three to six (docs/engine.md): such a pass gets tokens that
+# Products of bfloat16 take longer for one row or two than for three to six (engine.md): such a pass gets tokens that
 # nobody wants, up to so many.
 SLOW_TOKENS, FILLED_TOKENS = 2, 4
 # A pass of another number of tokens than the one before takes longer by what 12 to 25 tokens do, since every operation
-# is prepared anew (docs/engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
+# is prepared anew (engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
 MISSING_TOKENS, FILLED_PASSES = 8, 8
 FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and places of tokens that nobody wants
 # Numbers of threads for which a model is kept, each with a copy of its weights.

@@ -1,0 +1,1 @@
+"""Verbs that show what was learned: tables, top, explain."""

@@ -1,0 +1,95 @@
+"""`speclen explain`: the reasons for the arm of a batch size, in numbers and words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speclen.cli.learned.history import estimates_of, find_context, last_change
+from speclen.cli.learned.table import short
+from speclen.cli.support.database import DB_OPTION, reading
+from speclen.cli.support.errors import UserError
+from speclen.controller.analysis.explain import Explanation, in_words
+from speclen.controller.analysis.explain import explain as explain_choice
+from speclen.records import ArmEstimate
+from speclen.store.queries import acceptance, contexts
+
+
+def explain(
+    batch: int = typer.Option(..., "--batch", min=1, help="Batch size to explain."),
+    context: str = typer.Option(
+        "", help="Number of the context, or part of its name; may be left out if there is one."
+    ),
+    db: Path = DB_OPTION,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Show the estimates behind a choice: ms per token of every arm, survival, the runner-up, the last change.
+
+    Example: speclen explain --batch 8 --db .speclen/speclen.db
+    """
+    with reading(db) as connection:
+        row = find_context(contexts(connection), context)
+        if batch > row.max_batch_size:
+            raise UserError(f"batch size {batch} is beyond this context's workers: use 1 to {row.max_batch_size}")
+        estimates = estimates_of(connection, row.context_id)
+        survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
+        change = last_change(connection, row.context_id, batch)
+    try:
+        explanation = explain_choice(str(row.key), estimates, batch, survival, change)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if as_json:
+        print(json.dumps(document_of(explanation)))
+    else:
+        show(explanation)
+
+
+def document_of(explanation: Explanation) -> dict[str, Any]:
+    """The explanation with the names of the view learned_table."""
+    change = explanation.last_change
+    return {
+        "context": explanation.context,
+        "batch_size": explanation.batch_size,
+        "arm": str(explanation.chosen.arm),
+        "runner_up": explanation.runner_up and str(explanation.runner_up.arm),
+        "survival": explanation.survival,
+        "rows": [values_of(row) for row in explanation.rows],
+        "last_change": change
+        and {
+            "previous_arm": change.previous_arm and str(change.previous_arm),
+            "arm": str(change.arm),
+            "reason": change.reason,
+            "decided_at": change.when,
+        },
+        "words": in_words(explanation),
+    }
+
+
+def values_of(row: ArmEstimate) -> dict[str, Any]:
+    length, ngram = row.arm
+    return row._asdict() | {"arm": str(row.arm), "speculation_length": length, "ngram": ngram}
+
+
+def show(explanation: Explanation) -> None:
+    """Words first, then the figures of every arm, the one in use marked."""
+    console = Console()
+    console.print(f"[bold]{explanation.context}[/bold]")
+    for sentence in in_words(explanation):
+        console.print(sentence)
+    table = Table(box=None, padding=(0, 1, 0, 0))  # seven columns have to fit into 80
+    table.add_column("arm", no_wrap=True)
+    for heading in ("tok/step", "step ms", "ms/token", "95% interval", "steps", "source"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in explanation.rows:
+        table.add_row(
+            f"{row.arm} *" if row.is_best else str(row.arm),
+            *(f"{row.expected_tokens:.2f}", short(1e3 * row.step_s), short(row.ms_per_token)),
+            *(f"{short(row.ms_per_token_low)} to {short(row.ms_per_token_high)}", f"{row.num_steps:,}", row.source),
+            style="bold" if row.is_best else None,
+        )
+    console.print(table)

@@ -1,0 +1,159 @@
+"""`speclen top`: what workers are doing, refreshed in place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
+from speclen.cli.support.errors import UserError, wrapped
+from speclen.cli.support.flags import flags_from
+from speclen.records import Arm
+from speclen.transport.settings import settings_of
+from speclen.v1 import control_pb2
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+Sample = tuple[float, pb.GetServerInfoResponse | str]  # when the worker was asked, and what it said, or why it did not
+
+HERE = settings_of(ClientConfig)["worker"].default
+
+
+@flags_from(ClientConfig, *SECURITY)
+def top(
+    worker: list[str] = typer.Option([HERE], help="Address of a worker; may be given several times."),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks."),
+    as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
+    **reaching: Any,
+) -> None:
+    """Watch workers: requests, throughput, acceptance and the arm in use by batch size.
+
+    Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
+    """
+    client = client_from(reaching)
+    channels = {address: client.channel(address) for address in worker}
+    try:
+        if as_json:
+            print_json(channels, client)
+            return
+        watch(channels, client, interval_s)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for channel in channels.values():
+            channel.close()
+
+
+def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
+    """Print each worker's answer, null for one without; stderr says why. Raises UserError if none answers."""
+    answers: dict[str, pb.GetServerInfoResponse | None] = {}
+    reasons = []
+    for address, channel in channels.items():
+        try:
+            answers[address] = server_info(channel)
+        except grpc.RpcError as error:
+            answers[address] = None
+            reasons.append(client.explain(error, "worker", address))
+    if len(reasons) == len(channels):
+        raise UserError("; ".join(reasons))
+    print(json.dumps({address: as_dict(info) for address, info in answers.items()}, indent=2))
+    for reason in reasons:
+        print(wrapped(f"speclen: {reason}"), file=sys.stderr)
+
+
+def watch(channels: dict[str, grpc.Channel], client: Client, interval_s: float) -> None:
+    previous = {address: ask(address, channel, client) for address, channel in channels.items()}
+    with Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            current = {address: ask(address, channel, client) for address, channel in channels.items()}
+            live.update(overview(previous, current), refresh=True)
+            previous = current
+
+
+def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
+    """A worker's answer with the time of the question; why, in words, when it does not answer."""
+    answer: pb.GetServerInfoResponse | str
+    try:
+        answer = server_info(channel)
+    except grpc.RpcError as error:
+        answer = client.explain(error, "worker", address)
+    return time.monotonic(), answer
+
+
+def server_info(channel: grpc.Channel) -> pb.GetServerInfoResponse:
+    """The worker's GetServerInfo. Raises grpc.RpcError."""
+    return rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
+
+
+def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
+    if info is None:
+        return None
+    return MessageToDict(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
+    """A row for every worker; below, at the terminal's width, its arms by batch size, or the reason of no answer."""
+    below = []
+    table = Table(box=None, padding=(0, 1, 0, 0))  # eight columns have to fit into 80
+    table.add_column("worker", no_wrap=True)
+    for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("table", no_wrap=True)
+    for address, (asked_at, info) in current.items():
+        if isinstance(info, str):
+            table.add_row(address, *[""] * 6, "no answer")
+            below.append(Text(info))
+            continue
+        before_at, before = previous[address]
+        rates = rate_cells(info, before, asked_at - before_at)
+        table.add_row(address, *state_cells(info), *rates, info.table_source)
+        below.append(Text(f"{address}, arms by batch size: {arms_in_words(info)}"))
+    return Group(table, *below)
+
+
+def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
+    used = info.num_kv_tokens_used / info.num_kv_tokens_total if info.num_kv_tokens_total else 0.0
+    return [str(info.num_requests_running), str(info.num_requests_waiting), f"{used:.0%}"]
+
+
+def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | str, elapsed_s: float) -> list[str]:
+    """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`.
+
+    Blank where that was no answer, or of an earlier life of the worker: its counters began anew.
+    """
+    if isinstance(before, str) or before.worker != info.worker or elapsed_s <= 0:
+        return ["", "", ""]
+    tokens = info.num_generated_tokens - before.num_generated_tokens
+    steps = info.num_steps - before.num_steps
+    drafted = info.num_draft_tokens - before.num_draft_tokens
+    accepted = info.num_accepted_tokens - before.num_accepted_tokens
+    return [
+        f"{tokens / elapsed_s:.0f}",
+        f"{tokens / steps:.1f}" if steps else "",
+        f"{accepted / drafted:.0%}" if drafted else "",
+    ]
+
+
+def arms_in_words(info: pb.GetServerInfoResponse) -> str:
+    arms = [f"{low if low == high else f'{low}-{high}'}: {arm}" for low, high, arm in together(info.table.choices)]
+    return "; ".join(arms)
+
+
+def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, Arm]]:
+    """Neighbouring batch sizes with one arm as one range."""
+    for arm, members in groupby(choices, key=lambda choice: Arm(choice.speculation_length, choice.ngram)):
+        ranges = list(members)
+        yield ranges[0].batch_min, ranges[-1].batch_max, arm

@@ -1,0 +1,169 @@
+"""How every verb reaches the servers: one configuration of addresses, TLS and token, and one way to say what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from speclen.cli.support.errors import UserError
+from speclen.transport.address import past_proxies, split_address
+from speclen.transport.balancing import balanced
+from speclen.transport.credentials import ClientSecurity
+from speclen.transport.settings import setting
+
+# A request whose worker is gone before anything came of it is sent once more; gRPC never repeats one that has begun to
+# stream. Ray's proxy says INTERNAL for a worker that died, and so does a worker whose step failed.
+RETRY = {
+    "methodConfig": [
+        {
+            "name": [{"service": "speclen.v1.GenerationService"}],
+            "retryPolicy": {
+                "maxAttempts": 2,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "0.2s",
+                "backoffMultiplier": 1,
+                "retryableStatusCodes": ["UNAVAILABLE", "INTERNAL"],
+            },
+        }
+    ]
+}
+OPTIONS = (("grpc.service_config", json.dumps(RETRY)),)
+# Settings of ClientConfig that are about protection, as the verbs take them.
+SECURITY = ("ca", "cert", "key", "token_file")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Read for every verb from its flags, its own variables and section, `SPECLEN_CLIENT_*` and the section [client]."""
+
+    worker: str = setting("127.0.0.1:7080", "Address of the worker.")
+    controller: str = setting("127.0.0.1:7070", "Address of the controller.")
+    ca: Path | None = setting(None, "Authority of the server's certificate, PEM: speak TLS.")
+    cert: Path | None = setting(None, "Certificate to show to the server, PEM.")
+    key: Path | None = setting(None, "Key of that certificate, PEM.")
+    token_file: Path | None = setting(None, "File with the server's bearer token.")
+
+
+class Client:
+    """Channels to our servers, with TLS and token as configured. Raises UserError for files that cannot be used."""
+
+    def __init__(
+        self,
+        ca: Path | None = None,
+        cert: Path | None = None,
+        key: Path | None = None,
+        token_file: Path | None = None,
+        prefix: str = "--",
+    ) -> None:
+        self.security = ClientSecurity(ca, cert, key, token_file, prefix)
+        try:
+            self._credentials, metadata = self.security.credentials(), self.security.metadata()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self._interceptors = [Bearer(metadata)] if metadata else []
+
+    def channel(self, address: str, flag: str = "--worker") -> grpc.Channel:
+        """A channel whose calls carry the token. Raises UserError for something else than HOST:PORT."""
+        try:
+            split_address(flag, address)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return self._open(address, [*OPTIONS, *past_proxies(address)])
+
+    def balanced_channel(self, addresses: str, flag: str = "--worker") -> grpc.Channel:
+        """A channel over which gRPC shares calls out among several servers, or all that a name stands for.
+
+        addresses: HOST:PORT, or several with commas between. With TLS all of them are called by the first one's name.
+        Raises UserError for anything else.
+        """
+        try:
+            target, options = balanced(flag, addresses)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return self._open(target, [*OPTIONS, *options, *past_proxies(addresses.partition(",")[0])])
+
+    def _open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        if self._credentials is None:
+            channel = grpc.insecure_channel(target, options)
+        else:
+            channel = grpc.secure_channel(target, self._credentials, options)
+        return grpc.intercept_channel(channel, *self._interceptors)
+
+    def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
+        """One sentence for a call to the worker or controller (`kind`) at an address that failed."""
+        assert isinstance(error, grpc.Call)
+        code, details, prefix = error.code(), error.details() or "", self.security.prefix
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return self._unreachable(kind, address, details)
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            if self.security.token_file is None:
+                return f"the {kind} at {address} wants a token: give the file that holds it with {prefix}token-file"
+            return f"the {kind} at {address} does not accept the token in {self.security.token_file}: give its own"
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return f"what answers at {address} is no speclen {kind}: give the address of one with --{kind}"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"the {kind} at {address} did not answer in time: is it stopped, or busy?"
+        return f"the {kind} at {address} answered {code.name}: {details}"
+
+    def _unreachable(self, kind: str, address: str, details: str) -> str:
+        ca, prefix = self.security.ca, self.security.prefix
+        if any(words in details for words in ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification", "match target")):
+            return f"the certificate of the {kind} at {address} is not one that {prefix}ca {ca} vouches for"
+        if not is_listening(address):
+            return f"no {kind} answers at {address}: start one with `speclen up`, or name its address with --{kind}"
+        if ca is None:
+            return f"no {kind} answers at {address}, though something listens: if it has TLS, give {prefix}ca"
+        return (
+            f"no {kind} speaks TLS with us at {address}, though something listens: leave {prefix}ca away if it has none, "
+            f"give {prefix}cert and {prefix}key if it wants a certificate"
+        )
+
+
+def client_from(settings: dict[str, Any]) -> Client:
+    """The client of a verb's settings; other settings are left alone."""
+    return Client(*(settings[name] for name in SECURITY))
+
+
+def is_listening(address: str, timeout_s: float = 0.5) -> bool:
+    """True if anything takes connections there; of several addresses, at any."""
+    for each in address.split(","):
+        with contextlib.suppress(OSError, ValueError):
+            socket.create_connection(split_address("--worker", each.strip()), timeout_s).close()
+            return True
+    return False
+
+
+class CallDetails(NamedTuple):
+    """A call's details, the token among them."""
+
+    method: str
+    timeout: float | None
+    metadata: Any
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Gives every call the token."""
+
+    def __init__(self, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_token(client_call_details), request)
+
+    def _with_token(self, details: Any) -> CallDetails:
+        given = [getattr(details, name, None) for name in CallDetails._fields]
+        call = CallDetails(*given)  # type: ignore[arg-type]
+        return call._replace(metadata=(*(details.metadata or ()), *self._metadata))

@@ -1,0 +1,62 @@
+"""Environment variables that look like settings: ours, misspelt ones, and those that others put there."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+
+from speclen.cli.support.errors import UserError
+
+# What Kubernetes puts into every pod for a service whose name begins with speclen: SPECLEN_SERVICE_HOST,
+# SPECLEN_WORKER_PORT_7080_TCP_ADDR, SPECLEN_PORT and so on.
+FROM_KUBERNETES = re.compile(
+    r"SPECLEN(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+CLOSE = 0.75  # how alike two names are when one is a misspelling of the other
+
+
+def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Callable[[str], Iterable[str]]) -> None:
+    """Raises UserError for a variable that is no setting but means to be one, and says which it is near to.
+
+    verbs: what may follow SPECLEN_. settings: names of the settings of a verb, asked for only where a variable needs it.
+    What is far from all of ours is somebody else's, and left alone.
+    """
+    prefixes = {f"SPECLEN_{verb.upper()}_": verb for verb in verbs}
+    for name in names:
+        if not name.startswith("SPECLEN_") or FROM_KUBERNETES.fullmatch(name):
+            continue
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            known = {setting.replace("-", "_").upper() for setting in settings(prefixes[prefix])}
+            if name.removeprefix(prefix) not in known:
+                raise UserError(f"the environment variable {name} is no setting{nearest(name, prefix, known)}")
+        elif name not in OTHERS and (words := nearest_verb(name, prefixes)):
+            raise UserError(f"the environment variable {name} is no setting: {words}")
+
+
+# Variables that are no settings of a verb.
+OTHERS = {
+    "SPECLEN_CONFIG",
+    "SPECLEN_CONTROLLER",
+    "SPECLEN_FAILPOINT",
+    "SPECLEN_TEST_DEVICE",
+}
+
+
+def nearest(name: str, prefix: str, known: set[str]) -> str:
+    """The setting that was meant, or a place to look. known: names that may follow the prefix."""
+    if close := difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=CLOSE):
+        return f"; did you mean {prefix}{close[0]}?"
+    return f": it may be one of {prefix}{{{', '.join(sorted(known)[:8])}, …}}"
+
+
+def nearest_verb(name: str, prefixes: Iterable[str]) -> str:
+    """The setting that was meant, when the variable begins with a misspelt verb of ours."""
+    for prefix in prefixes:
+        begin = "_".join(name.split("_")[: prefix.count("_")]) + "_"
+        if difflib.SequenceMatcher(None, begin, prefix).ratio() >= CLOSE + 0.05 and len(name) > len(begin):
+            return f"did you mean {prefix}{name[len(begin) :]}?"
+    if close := difflib.get_close_matches(name, OTHERS, n=1, cutoff=CLOSE):
+        return f"did you mean {close[0]}?"
+    return ""

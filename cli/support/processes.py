@@ -1,0 +1,243 @@
+"""Child processes of `speclen up`: start, wait until they serve, restart, stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.progress import Progress
+from speclen.cli.support.whose import identity, occupant
+
+FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
+MAX_PAUSE_S = 30.0
+STABLE_S = 60.0
+
+
+def end_as_by_ctrl_c() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind.
+
+    So does the end of its terminal, which is told more than once, unless that is to be survived (nohup).
+    """
+
+    def interrupt(number: int, *_: object) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, interrupt)
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what speclen would read of it."""
+    return {name: value for name, value in environment.items() if not name.startswith("SPECLEN_")}
+
+
+@dataclass(slots=True)
+class Child:
+    """One `speclen` process: its verb, its arguments, where it listens and where it writes its log."""
+
+    name: str
+    arguments: list[str]
+    address: str
+    log_file: Path
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    num_restarts: int = 0
+    pause_s: float = FIRST_PAUSE_S
+    restart_at: float | None = field(default=None)
+    log_begin: int = 0
+    log_position: int = 0
+    # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
+    run_id: str = ""
+    client: Client = field(default_factory=Client)
+    # Whether it reads settings from the environment and the configuration file. A benchmark gives all of them itself.
+    takes_settings: bool = True
+
+    def start(self) -> None:
+        with self.log_file.open("ab") as log:
+            self.log_position = self.log_begin = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "speclen.cli.app", *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=None if self.takes_settings else without_settings(os.environ),
+                # Ctrl-C reaches the parent alone, which then stops the children, the controller last.
+                start_new_session=True,
+            )
+        self.started_at = time.monotonic()
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self.process is None else self.process.poll()
+
+    def last_words(self) -> str:
+        """Why it has ended: the signal that killed it, or what it said last."""
+        code = self.exit_code
+        return self.last_line() if code is None or code >= 0 else f"killed by {signal_name(-code)}"
+
+    def last_line(self) -> str:
+        """The last line that this life has logged, which names the cause when a process has ended by itself."""
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(self.log_begin)
+                lines = log.read().decode("utf-8", errors="replace").strip().splitlines()
+        except FileNotFoundError:  # somebody has cleared up
+            lines = []
+        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+
+    def with_variables(self, sentence: str) -> str:
+        """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
+        return re.sub(
+            r"--move-corrupt-aside\b",
+            f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment",
+            sentence,
+        )
+
+    def new_remarks(self) -> list[str]:
+        """Words for the user since the last call: whole lines of the process's log that are no log records."""
+        if not self.log_file.exists():
+            return []
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_position)
+            text, newline, _ = log.read().rpartition(b"\n")
+        self.log_position += len(text) + len(newline)
+        lines = text.decode("utf-8", errors="replace").splitlines()
+        return [line for line in lines if line[:1].isalpha() and " serving on " not in line]
+
+    @property
+    def kind(self) -> str:
+        """Its verb: worker or controller."""
+        return self.arguments[0]
+
+    def is_serving(self) -> bool:
+        """True if it answers. Raises UserError when somebody else does, or it refuses our token."""
+        says_so = self.says_that_it_serves()
+        with self.client.channel(self.address) as channel:
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                found = identity(channel, self.kind) if self.run_id else None
+            except grpc.RpcError as error:
+                self._give_up_if_hopeless(error, says_so)
+                return False
+        if found is not None and found.run_id != self.run_id:
+            raise UserError(f"{self.address} is taken by {occupant(self.address, self.client)}: choose another address")
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _give_up_if_hopeless(self, error: grpc.RpcError, says_so: bool) -> None:
+        """says_so: it said that it serves before it was called, so that no call will ever get through."""
+        assert isinstance(error, grpc.Call)
+        hopeless = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+        if error.code() in hopeless or (error.code() is grpc.StatusCode.UNAVAILABLE and says_so):
+            raise UserError(self.client.explain(error, self.kind, self.address))
+
+    def says_that_it_serves(self) -> bool:
+        """True if this process has said so in its log."""
+        if self.process is None or not self.log_file.exists():
+            return False
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_begin)
+            return f" serving on {self.address}".encode() in log.read()
+
+    def wait_until_serving(self, timeout_s: float, say: Callable[[str], None] = lambda remark: None) -> None:
+        """Pass on what it remarks meanwhile, and wait for as long as it gets on: a large model takes its time.
+
+        timeout_s: without any sign of work. Raises UserError with the process's own last words when it ends or stands
+        still for that long.
+        """
+        progress = Progress(self.process.pid if self.process else None, time.monotonic())
+        while not progress.stalled(time.monotonic(), timeout_s):
+            if self.exit_code is not None:
+                raise UserError(f"the {self.name} did not start: {self.last_words()}")
+            for remark in self.new_remarks():
+                say(f"the {self.name}: {remark}")
+                progress.note(remark)
+            if self.is_serving():
+                return
+            if news := progress.news(time.monotonic()):
+                say(f"the {self.name}: {news}")
+            time.sleep(0.1)
+        raise UserError(f"the {self.name} has stood still for {timeout_s:g} s: see {self.log_file}")
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL when that did not help in time."""
+        self.tell_to_end()
+        self.wait_for_end(timeout_s)
+
+    def tell_to_end(self) -> None:
+        if self.exit_code is None and self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """SIGKILL when it does not come in time."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def restart_if_dead(self, now: float) -> str | None:
+        """Starts the process again after a growing pause; returns what happened, in words, when something did."""
+        code = self.exit_code
+        if code is None:
+            return None
+        if self.restart_at is None:
+            if now - self.started_at > STABLE_S:
+                self.pause_s = FIRST_PAUSE_S
+            self.restart_at = now + self.pause_s
+            return f"the {self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
+        if now >= self.restart_at:
+            self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
+            try:
+                self.start()
+            except OSError as error:  # the others go on
+                self.restart_at = now + self.pause_s
+                return f"the {self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
+            self.restart_at = None
+            self.num_restarts += 1
+            return f"the {self.name} was started again"
+        return None
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def stop_all(children: Sequence[Child], timeout_s: float) -> None:
+    """Stop all workers at once, within so many seconds, then the controller: their last reports are for it.
+
+    Whoever interrupts that wants an end: what is left is killed.
+    """
+    workers = [child for child in children if child.kind != "controller"]
+    try:
+        for worker in workers:
+            worker.tell_to_end()
+        deadline = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.wait_for_end(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.stop(timeout_s)  # the controller is all that is left
+    finally:
+        for child in children:
+            child.stop(0.0)

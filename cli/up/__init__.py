@@ -1,0 +1,1 @@
+"""`speclen up`: a controller and workers in one terminal, and the demonstration."""

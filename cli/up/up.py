@@ -1,0 +1,256 @@
+"""`speclen up`: a controller and workers in one terminal."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import typer
+
+from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.flags import arguments, flags_from
+from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
+from speclen.cli.support.whose import identity
+from speclen.cli.up.places import Places
+from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.settings import flag, settings_of
+from speclen.worker.config import WorkerConfig
+from speclen.worker.models.naming import check_names, draft_of
+
+STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
+ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
+# Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
+OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
+
+OF_FLEETS = (
+    *("max_workers", "cpus_per_worker", "gpus_per_worker", "backup_to", "backup_every_s"),
+    *("controller_cert", "controller_key", "insecure"),
+)
+
+
+@flags_from(FleetConfig, *OF_FLEETS)
+@flags_from(WorkerConfig, *OF_WORKERS)
+@flags_from(ClientConfig, *SECURITY)
+def up(
+    context: typer.Context,
+    workers: int = typer.Option(
+        1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
+    ),
+    controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
+    http_listen: str = typer.Option(
+        "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
+    ),
+    data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
+    quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
+    demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
+    once: bool = typer.Option(False, help="With --demo: stop after it."),
+    ray: str = typer.Option(
+        "",
+        metavar="[ADDRESS]",
+        help="Run on the Ray cluster at this address; without one on this machine's, or a new one.",
+    ),
+    **settings: Any,
+) -> None:
+    """Run a controller and workers, and restart what dies, until Ctrl-C.
+
+    Example: speclen up --workers 2
+    """
+    client = client_from(settings)
+    options = checked({name: value for name, value in settings.items() if name in OF_WORKERS})
+    fleet = {name: value for name, value in settings.items() if name in OF_FLEETS}
+    if ray:
+        refuse_with_ray(context)
+        fleet |= {"workers": workers, "data_dir": data_dir}
+        options["token_file"] = settings["token_file"]
+        run_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
+        return
+    refuse_without_ray(fleet)
+    hand_on_configuration(context)
+    places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
+    run = Run(data_dir, places, secrets.token_hex(8), client)
+    run_here(run, arguments({**options, "quick_profile_s": quick_profile_s}), demo, once)
+
+
+def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
+    from speclen.cli.up.on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
+
+    up_on_ray(address, fleet, worker, listen, http_listen)
+
+
+def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
+    """Run the children until Ctrl-C, or until the end of the demonstration. options: arguments of every worker."""
+    end_as_by_ctrl_c()
+    children = [run.controller(), *run.workers(options)]
+    try:
+        start_all(children, run.data_dir)
+        database = database_of(run.places.controller, run.client)
+        if demo:
+            show_demo(run, database)
+        if once:
+            print_what_is_left(database)
+        else:
+            print_addresses(run.places, run.data_dir, database)
+            supervise(children)
+    except KeyboardInterrupt:
+        say("\nstopping")
+    except OSError as error:
+        raise UserError(f"--data-dir {run.data_dir} cannot be used: {error.strerror or error}") from error
+    finally:
+        stop_all(children, timeout_s=40.0)
+
+
+def show_demo(run: Run, database: Path | None) -> None:
+    """Raises UserError for a controller without a database."""
+    if database is None:
+        raise UserError("--demo shows the database, and the controller has none: leave its setting in-memory away")
+    from speclen.cli.up.demo import run_demo
+
+    run_demo(run.places.workers, database, run.client)
+
+
+def refuse_with_ray(context: typer.Context) -> None:
+    """Raises UserError for a flag that Ray does not follow."""
+    for name in ("demo", "once", "controller", "quick_profile_s"):
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{flag(name)} has no meaning with --ray: leave it away")
+
+
+def in_full(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with places as processes on Ray find them, which run in the folder of `ray start`."""
+
+    def place(name: str, value: Any) -> Any:
+        if isinstance(value, Path):
+            return value.absolute()
+        folder = bool(value) and (
+            (name in ("target", "draft") and Path(value).is_dir()) or (name == "backup_to" and "://" not in value)
+        )
+        return str(Path(value).absolute()) if folder else value
+
+    return {name: place(name, value) for name, value in settings.items()}
+
+
+def refuse_without_ray(fleet: dict[str, Any]) -> None:
+    """Raises UserError for a setting that only Ray can follow."""
+    for name, value in fleet.items():
+        if value != settings_of(FleetConfig)[name].default:
+            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it away")
+
+
+def start_all(children: list[Child], data_dir: Path) -> None:
+    """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for child in children:
+        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        say(f"starting the {child.name} on {child.address}")
+        child.start()
+        if child.kind == "controller":
+            child.wait_until_serving(STALL_TIMEOUT_S, say)
+            say("the controller is serving")
+    for child in children[1:]:
+        child.wait_until_serving(STALL_TIMEOUT_S, say)
+        say(f"the {child.name} is serving")
+
+
+def database_of(controller: str, client: Client) -> Path | None:
+    """The controller's database, by its own word: settings of its own may name another. None: it is in memory."""
+    try:
+        with client.channel(controller, "--controller") as channel:
+            database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
+    except grpc.RpcError as error:
+        raise UserError(client.explain(error, "controller", controller)) from error
+    if not database:
+        return None
+    here = Path.cwd()
+    return Path(database).relative_to(here) if Path(database).is_relative_to(here) else Path(database)
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
+    try:
+        check_names(options["target"], options["draft"])
+        WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if draft_of(options["target"], options["draft"]) in ("", "none"):
+        say(f"{options['target']} serves without a draft model: only n-grams are proposed (--draft names one)")
+    return options
+
+
+def hand_on_configuration(context: typer.Context) -> None:
+    """Children read the file that `--config` named, too."""
+    config = context.find_root().params.get("config")
+    if config is not None:
+        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One controller and its workers. They know the run's name, and refuse servers of another run."""
+
+    data_dir: Path
+    places: Places
+    run_id: str
+    client: Client
+
+    def controller(self) -> Child:
+        arguments = ["controller", "--listen", self.places.controller, "--data-dir", str(self.data_dir)]
+        return self._child("controller", arguments, self.places.controller)
+
+    def workers(self, options: list[str]) -> list[Child]:
+        fronts = self.places.fronts or [""] * len(self.places.workers)
+        return [
+            self._child(
+                f"worker {index}",
+                ["worker", "--listen", address, "--http-listen", front]
+                + ["--controller", self.places.controller, *options],
+                address,
+            )
+            for index, (address, front) in enumerate(zip(self.places.workers, fronts, strict=True))
+        ]
+
+    def _child(self, name: str, arguments: list[str], address: str) -> Child:
+        log_file = self.data_dir / f"{name.replace(' ', '-')}.log"
+        arguments = [*arguments, "--run-id", self.run_id]
+        return Child(name, arguments, address, log_file, run_id=self.run_id, client=self.client)
+
+
+def supervise(children: list[Child]) -> None:
+    while True:
+        for child in children:
+            event = child.restart_if_dead(time.monotonic())
+            if event:
+                say(event)
+        time.sleep(0.2)
+
+
+def print_addresses(places: Places, data_dir: Path, database: Path | None) -> None:
+    worker = places.workers[0]
+    fronts = f"http        {', '.join(places.fronts)}\n" if places.fronts else ""
+    tables = f"  speclen tables --db {shlex.quote(str(database))}\n" if database else ""
+    print(
+        f"""
+controller  {places.controller}    workers  {", ".join(places.workers)}
+{fronts}logs        {data_dir}/*.log    Ctrl-C ends all
+
+In another terminal:
+  speclen generate "def fibonacci(n):" --worker {worker}
+{tables}""",
+        flush=True,
+    )
+
+
+def print_what_is_left(database: Path | None) -> None:
+    """Nothing serves any more, so only commands that need no server."""
+    if database is None:
+        print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
+        return
+    print(f"\nAll stopped. What was learned stays in {database}:\n")
+    print(f"  speclen tables --db {shlex.quote(str(database))}\n", flush=True)

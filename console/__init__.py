@@ -1,1 +1,0 @@
-"""Parts that every command needs: errors in one sentence, flags, the database, child processes."""

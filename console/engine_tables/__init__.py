@@ -1,1 +1,0 @@
-"""Lengths by batch size as the tables of other engines."""

@@ -1,1 +1,0 @@
-"""Learned state: as a document that moves between fleets, and as tables for people."""
