@@ -83,7 +83,7 @@ ALLOWED = {
     "bench.spread": set(),
     "bench.clients": {"cli.support"},
     "bench.fleet": {"bench.service", "v1"},
-    "bench.simulation": {"cli.support", "controller.estimator"},
+    "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.machine", "bench.spread", "cli.support", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
     "bench.profile": {"bench.machine", "cli.support", "v1", "worker", "controller", "store"},

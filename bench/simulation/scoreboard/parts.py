@@ -9,6 +9,7 @@ from typing import Any
 
 from speclen.bench.simulation import policy
 from speclen.bench.simulation.learner import EstimatorLearner
+from speclen.bench.simulation.worlds import vllm_h200
 from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
@@ -16,7 +17,7 @@ from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
 from speclen.records import Arm
 
 H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
-PROBE_STEPS = {"vllm-h200": 4, "own-h200": 3}  # vLLM's first step of a probe is no usable sample
+PROBE_STEPS = {"vllm-h200": vllm_h200.PROBE_STEPS, "own-h200": 3}
 # Situations that users meet, one of each kind that `bench policy` has.
 POLICY = (
     *("stationary", "cold", "throttled", "steady-x3", "acceptance", "other-hardware", "never", "tails", "neighbour"),
