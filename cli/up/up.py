@@ -120,7 +120,7 @@ def refuse_with_ray(context: typer.Context) -> None:
     """Raises UserError for a flag that Ray does not follow."""
     for name in ("demo", "once", "controller", "quick_profile_s"):
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-            raise UserError(f"{flag(name)} has no meaning with --ray: leave it away")
+            raise UserError(f"{flag(name)} has no meaning with --ray: leave it out")
 
 
 def in_full(settings: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def refuse_without_ray(fleet: dict[str, Any]) -> None:
     """Raises UserError for a setting that only Ray can follow."""
     for name, value in fleet.items():
         if value != settings_of(FleetConfig)[name].default:
-            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it away")
+            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it out")
 
 
 def start_all(children: list[Child], data_dir: Path) -> None:
