@@ -87,8 +87,6 @@ class LiveLine:
         self.status = self.console.status("")
 
     def __enter__(self) -> Self:
-        if self.console.is_interactive:
-            self.status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,6 +96,7 @@ class LiveLine:
         """Show both in a terminal, cut to its width; elsewhere the text alone, unless it is the same as before."""
         if self.console.is_interactive:
             self.status.update(escape(f"{text}{detail}"[: self.console.width - 3]))
+            self.status.start()
         elif text != self.text:
             self.text = text
             say(text)

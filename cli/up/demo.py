@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 
 # Beginnings of Python files: what the bundled models were trained to continue.
 PROMPTS = [
-    "def binary_search(items, key):\n    low, high = 0, len(items)\n",
+    "def binary_search(items, key):\n    low, high = 0, len(items)",
     '"""Read and write configuration files."""\n\nimport os\nimport re\n\n\nclass ConfigReader:\n',
     "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n\n    def test_put(self):\n",
     "class Node:\n    def __init__(self, value, next=None):\n        self.value = value\n",
@@ -33,7 +33,7 @@ PROMPTS = [
     "    def __repr__(self):\n        return '%s(%r)' % (self.__class__.__name__,",
     "async def handle(reader, writer):\n    data = await reader.read(100)\n",
 ]
-SHOWN_TOKENS = 20
+SHOWN_TOKENS = 32
 SHOWN_LINES = 4
 CONCURRENCY = (1, 4, 16, 2, 8)
 TOKENS_PER_REQUEST = 96
@@ -95,18 +95,20 @@ def print_text(stub: rpc.GenerationServiceStub) -> None:
     sampling = pb.SamplingParams(max_tokens=SHOWN_TOKENS)
     *_, last = stub.Generate(pb.GenerateRequest(text=PROMPTS[0], sampling_params=sampling), timeout=120)
     lines = [line for line in f"{PROMPTS[0]}{last.complete.text}".splitlines() if line.strip()]
-    Console(highlight=False).print("\n", *lines[:SHOWN_LINES], "", sep="\n", markup=False, no_wrap=True)
+    Console(highlight=False).print("", *lines[:SHOWN_LINES], "", sep="\n", markup=False, no_wrap=True)
 
 
 def measure_load(stubs: Stubs, index: int, line: LiveLine) -> Load:
     """Measure the load of that index in CONCURRENCY."""
     concurrency = CONCURRENCY[index]
     text = f"load {index + 1} of {len(CONCURRENCY)}: {requests(concurrency)} at a time"
-    num_tokens, seconds = Counter[str](), Counter[str]()
-    for block in BLOCKS:
-        num_tokens[block.mode] += run_block(stubs, concurrency, block, lambda detail: line.show(text, detail))
-        seconds[block.mode] += block.counted_s
-    return Load(concurrency, {mode: num_tokens[mode] / seconds[mode] for mode in MODES})
+    counted = [(block, run_block(stubs, concurrency, block, partial(line.show, text))) for block in BLOCKS]
+    return Load(concurrency, {mode: rate([each for each in counted if each[0].mode == mode]) for mode in MODES})
+
+
+def rate(counted: list[tuple[Block, int]]) -> float:
+    """Tokens per second of blocks and their tokens."""
+    return sum(tokens for _, tokens in counted) / sum(block.counted_s for block, _ in counted)
 
 
 def requests(number: int) -> str:
@@ -114,7 +116,7 @@ def requests(number: int) -> str:
 
 
 def run_block(stubs: Stubs, concurrency: int, block: Block, show: Callable[[str], None]) -> int:
-    """Send requests in closed loop; return the tokens that arrived while it counted. show takes the rate so far."""
+    """Send requests in closed loop and return the tokens that were counted. show takes the mode and the rate so far."""
     begin = time.monotonic() + block.skipped_s
     end = begin + block.counted_s
     tally = Tally()

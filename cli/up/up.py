@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,10 @@ def up(
     ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
-    demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
+    demo: bool = typer.Option(
+        False,
+        help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
+    ),
     once: bool = typer.Option(False, help="With --demo: stop after it."),
     ray: str = typer.Option(
         "",
@@ -98,8 +100,8 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
     end_as_by_ctrl_c()
     children = [run.controller(), *run.workers(options)]
     try:
-        with LiveLine() if demo else nullcontext() as line:
-            start_all(children, run.data_dir, line.show if line else say)
+        with LiveLine() as line:
+            start_all(children, run.data_dir, line.show if demo else say)
         database = database_of(run.places.controller, run.client)
         if demo:
             show_demo(run, database)
