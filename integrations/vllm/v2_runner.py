@@ -42,7 +42,7 @@ def register() -> None:
             raise AttributeError("its draft models are not told a length")
         modules = [import_module(name) for name in CAPTURING]
         lookups = [with_all_lengths(getattr(module, LOOKUP)) for module in modules]
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever it is, vLLM would end: it calls this without a net
         log.warning(f"vLLM's V2 model runner stays as it is, and may not follow the lengths that are chosen: {error}")
         return
     speculator.propose = following(speculator.propose)

@@ -1,6 +1,6 @@
 """vLLM's V2 model runner drafts as many tokens as are chosen, and captures graphs for all of them, once speclen is there.
 
-The classes are shaped like vLLM 0.32's; scripts/vllm/overlapped.py looks at the real ones.
+The classes are shaped like vLLM 0.32's; scripts/vllm/drafting.py runs the real ones.
 """
 
 import logging
@@ -108,6 +108,14 @@ def without_a_lookup(runner, monkeypatch):
     return v2_runner.LOOKUP
 
 
+def with_a_library_that_does_not_load(runner, monkeypatch):
+    def fail(name):
+        raise OSError("libcuda.so.1 is missing")
+
+    monkeypatch.setattr(v2_runner, "import_module", fail)
+    return "libcuda.so.1"
+
+
 def without_a_chosen_length(runner, monkeypatch):
     monkeypatch.setattr(runner[v2_runner.DRAFTING].StandaloneARSpeculator, "propose", lambda self, input_batch: None)
     return "not told a length"
@@ -115,7 +123,13 @@ def without_a_chosen_length(runner, monkeypatch):
 
 @pytest.mark.parametrize(
     "missing",
-    [without_a_controller, without_the_class, without_a_lookup, without_a_chosen_length],
+    [
+        without_a_controller,
+        without_the_class,
+        without_a_lookup,
+        with_a_library_that_does_not_load,
+        without_a_chosen_length,
+    ],
 )
 def test_what_is_missing_is_one_line_and_vllm_stays_as_it_is(runner, monkeypatch, caplog, missing):
     named = missing(runner, monkeypatch)

@@ -5,14 +5,14 @@ import pytest
 from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import best_arm, play
-from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
-from speclen.records import Arm, Probe, StepFlag
+from speclen.bench.simulation.worlds.vllm_h200 import PROBE_STEPS, VllmH200
+from speclen.records import Arm, Probe
 
 WORLDS = [VllmH200, OwnH200]
 
 
 class Watcher(Constant):
-    """A constant arm with a probe of three steps whenever one may begin."""
+    """A constant arm with a probe of PROBE_STEPS whenever one may begin."""
 
     def __init__(self, arm, probed=None):
         super().__init__(arm)
@@ -22,7 +22,7 @@ class Watcher(Constant):
         self.records += records
 
     def probe_for(self, batch_size):
-        return None if self.probed is None else Probe(1, batch_size, batch_size + 1, self.probed)
+        return None if self.probed is None else Probe(1, batch_size, batch_size + 1, self.probed, PROBE_STEPS)
 
 
 class Oracle(Constant):
@@ -59,12 +59,16 @@ def test_records_add_up(world):
         assert record.latency_s > 0.0
 
 
-def test_the_first_step_of_a_probe_is_flagged():
+def test_a_probe_of_vllm_has_one_usable_time():
     watcher = Watcher(Arm(3), Arm(5))
-    play(VllmH200(0, 5.0), watcher)
-    probes = [record for record in watcher.records if record.probe_id][:3]
-    assert [record.arm for record in probes] == [Arm(5)] * 3
-    assert [StepFlag.CHANGED_ARM in record.flags for record in probes] == [True, False, False]
+    play(VllmH200(0, 20.0), watcher)
+    probed = [record for record in watcher.records if record.probe_id]
+    assert {record.arm for record in probed} == {Arm(5)}
+    usable = [record for record in probed if not record.flags]
+    assert 0 < len(usable) <= len(probed) / PROBE_STEPS
+    plain = [record for record in watcher.records if not record.probe_id and not record.flags]
+    assert len(plain) > 0.3 * len(watcher.records)
+    assert min(record.latency_s for record in [*plain, *usable]) > 0.005, "steps after an empty queue are flagged"
 
 
 def test_outputs_are_evaluated_and_ngram_tokens_counted():

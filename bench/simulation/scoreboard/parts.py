@@ -10,6 +10,7 @@ from typing import Any
 from speclen.bench.simulation import policy
 from speclen.bench.simulation.learner import EstimatorLearner
 from speclen.bench.simulation.scenarios import SCENARIOS
+from speclen.bench.simulation.worlds import vllm_h200
 from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
@@ -17,7 +18,7 @@ from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
 from speclen.records import Arm
 
 H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
-PROBE_STEPS = {"vllm-h200": 4, "own-h200": 3}  # vLLM's first step of a probe is no usable sample
+PROBE_STEPS = {"vllm-h200": vllm_h200.PROBE_STEPS, "own-h200": 3}
 POLICY = tuple(SCENARIOS)
 CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
 SEEDS = {"h200": 20, "policy": 8}

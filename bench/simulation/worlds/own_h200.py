@@ -110,7 +110,7 @@ class OwnH200:
             num_new_sequences=self._new,
             evaluations=self._advance(1 + accepted, happened_s),
         )
-        return Step(record, spent_s, work_s)
+        return Step((record,), spent_s, work_s)
 
     def _oracle_s(self, arm: Arm) -> float:
         """The oracle's time for what the arm's step does on average for these requests."""

@@ -15,9 +15,12 @@ PROBE_VALID_S = 2.0
 
 
 class Step(NamedTuple):
-    """A step as it happened. spent_s: its expected time; work_s: the oracle's for the same tokens of the same requests."""
+    """A step as it happened. reports: those that left with it, its own or earlier ones.
 
-    record: StepRecord
+    spent_s: its expected time; work_s: the oracle's for the same tokens of the same requests.
+    """
+
+    reports: tuple[StepRecord, ...]
     spent_s: float
     work_s: float
 
@@ -102,15 +105,15 @@ def play(world: World, learner: Learner) -> Score:
         if pending is not None and pending.fits(world):
             pending.run.steps_left -= 1
             arm, probe_id = pending.run.probe.arm, pending.run.probe.probe_id
-        waiting.append(_scored(world, score, arm, probe_id))
+        waiting += _scored(world, score, arm, probe_id)
     return score
 
 
-def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> StepRecord:
+def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> tuple[StepRecord, ...]:
     score.start_s.append(world.now_s)
     score.arms.append((world.batch_size, arm))
     step = world.step(arm, probe_id)
     score.spent_s.append(step.spent_s)
     score.work_s.append(step.work_s)
     score.num_probe_steps += probe_id > 0
-    return step.record
+    return step.reports

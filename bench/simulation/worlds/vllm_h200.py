@@ -1,13 +1,14 @@
 """vLLM 0.32 with a draft model on an H200, as recorded: target of 6.7 B, draft of 125 M, at most 32 rows, length up to 8.
 
-Usage: see the package. `learner.observe` gets groups of some 5 to 15 `StepRecord`s; a probe's first steps carry
-`changed_arm` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
+Usage: see the package. `learner.observe` gets groups of some 5 to 15 `StepRecord`s. They have the flags that the plugin
+gives them (`integrations/vllm/timing.py`): a step's time is usable if the two before it and the two after it use its arm,
+so a probe takes PROBE_STEPS. A report leaves two steps after its own.
 
 Step times are those of the blocks at fixed lengths (vllm-h200-b.json), relative to length 3 in the same round, since
 recorded latencies are shifted by a step; absolute times of length 3 are those of the fast blocks. Length 5 comes from the
 blocks of recording a, other lengths are interpolated. Recorded, and here:
 - `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
-- 1.4% of the unflagged steps report 0.5 to 3 ms: their result arrived right after the one before.
+- 1.4% of the steps report 0.5 to 3 ms: their result arrived right after the one before, as the queue ran empty.
 - Requests keep their acceptance for life: easy ones accept 0.88 of the tokens at each position, hard ones 0.55, in equal
   shares of steps at length 3. Mean tokens per row then are 1.7, 2.2, 2.7, 3.3, 3.9 at lengths 1, 2, 3, 5, 8, as recorded.
 - Bursts of 1.5 to 3.5 s sweep over 1 to 32 requests at a time. Off-policy evaluation is not available.
@@ -15,10 +16,13 @@ blocks of recording a, other lengths are interpolated. Recorded, and here:
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
+from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, overlap_flags
 from speclen.records import Arm, Limits, StepFlag, StepRecord
 
 MAX_LENGTH, MAX_BATCH = 8, 32
@@ -35,7 +39,7 @@ SWEEP, BURST_S = (1, 2, 4, 8, 16, 32), (1.5, 3.5)
 EASY_SHARE, EASY, HARD, SPREAD = 0.62, 0.88, 0.55, 0.03  # share of requests; chances by position and their sd
 OUTPUT_TOKENS, PROMPT_TOKENS = (128, 256), 128
 SHORT_SHARE, SHORT_S = 0.014, (0.0005, 0.003)
-SETTLE_STEPS = 1
+PROBE_STEPS = 5  # as integrations/vllm/wiring.py has them
 
 
 def step_times() -> np.ndarray:
@@ -47,11 +51,11 @@ def step_times() -> np.ndarray:
 
 
 class VllmH200:
-    """One worker. `settle_steps`: steps after a change of arm that are flagged; two where the plugin's rule is stricter."""
+    """One worker."""
 
-    def __init__(self, seed: int = 0, duration_s: float = 120.0, settle_steps: int = SETTLE_STEPS) -> None:
+    def __init__(self, seed: int = 0, duration_s: float = 120.0) -> None:
         rng = np.random.default_rng([seed, 13])
-        self.now_s, self.duration_s, self.settle_steps = 0.0, duration_s, settle_steps
+        self.now_s, self.duration_s = 0.0, duration_s
         self.limits = Limits(MAX_BATCH, MAX_LENGTH)
         self.arms = tuple(self.limits.arms())
         self._seq = 0
@@ -61,8 +65,7 @@ class VllmH200:
         self._times = step_times()
         self._mean_tokens = population_tokens()
         self._best = [0] + [best_arm(self, batch).speculation_length for batch in range(1, MAX_BATCH + 1)]
-        self._last, self._unchanged = Arm(0), 0
-        self._used: set[tuple[int, int]] = set()
+        self._last, self._queue = Arm(0), Queue()
         self._burst = -1
         self._begin_burst(0)
 
@@ -101,50 +104,90 @@ class VllmH200:
         batch, rows, level = self.batch_size, self._decoding, self._level.at(self.now_s)
         mean_s = float(self._times[batch, arm.speculation_length]) * level
         happened_s = noisy(0.5 * (mean_s + float(self._times[batch, self._last.speculation_length]) * level), self._rng)
-        flags = self._flags(arm, batch)
+        self._last = arm
         best = self._best[batch]
         worth = (self._tokens[rows, arm.speculation_length] / self._tokens[rows, best]).mean()
         work_s = float(worth * self._times[batch, best]) * level
         runs = self._runs(rows, arm.speculation_length)
         self._seq += 1
         histogram = tuple(np.bincount(runs, minlength=arm.speculation_length + 1).tolist())
+        ran_empty = self._rng.random() < SHORT_SHARE
+        latency_s = float(self._rng.uniform(*SHORT_S)) if ran_empty else happened_s
         record = StepRecord(
-            *(self._seq, batch, arm, self._reported(happened_s), histogram, float(self._held[rows].mean()), 1, flags),
+            *(self._seq, batch, arm, latency_s, histogram, float(self._held[rows].mean()), 1),
             probe_id=probe_id,
             num_drafted_sequences=batch if arm.speculation_length else 0,
             num_verified_tokens=batch * (1 + arm.speculation_length),
         )
-        self._advance(rows, 1 + runs, happened_s)
-        return Step(record, mean_s, work_s)
-
-    def _flags(self, arm: Arm, batch: int) -> frozenset[StepFlag]:
-        self._unchanged = self._unchanged + 1 if arm == self._last else 1
-        self._last = arm
-        found = [StepFlag.CHANGED_ARM] if self._unchanged <= self.settle_steps else []
-        if (batch, arm.speculation_length) not in self._used:
-            self._used.add((batch, arm.speculation_length))
-            found.append(StepFlag.FIRST_USE)
-        return frozenset(found + [StepFlag.PREFILL] * self.with_prompts)
-
-    def _reported(self, happened_s: float) -> float:
-        """The latency in the report."""
-        return float(self._rng.uniform(*SHORT_S)) if self._rng.random() < SHORT_SHARE else happened_s
+        self._queue.add(record, self.with_prompts, ran_empty)
+        if not self._advance(rows, 1 + runs, happened_s):
+            self._queue.drain()
+        return Step(self._queue.take(), mean_s, work_s)
 
     def _runs(self, rows: np.ndarray, length: int) -> np.ndarray:
         accepted = np.log(self._rng.random(len(rows))) / np.log(self._chance[rows])
         return np.minimum(accepted.astype(int), length)
 
-    def _advance(self, rows: np.ndarray, tokens: np.ndarray, seconds: float) -> None:
+    def _advance(self, rows: np.ndarray, tokens: np.ndarray, seconds: float) -> bool:
+        """Go on by a step; False if the burst ended with it."""
         self.now_s += seconds
         self._left[rows] -= tokens
         self._held[rows] += tokens
         if (index := self._bursts.index_at(self.now_s)) != self._burst:
             self._begin_burst(index)
-            return
+            return False
         rest = self._left > 0
         self._admit((~rest).nonzero()[0])
         # Where all end at once the next step decodes nothing, and is not reported.
         self._decoding = rest.nonzero()[0] if rest.any() else np.arange(len(rest))
+        return True
+
+
+class Queue:
+    """Steps in flight and the flags of their reports, by the plugin's rule for steps that overlap."""
+
+    def __init__(self) -> None:
+        self._before: deque[StepShape] = deque(maxlen=NUM_BEFORE)
+        self._pending: deque[tuple[StepRecord, StepShape]] = deque()
+        self._seen: set[tuple[int, int, int]] = set()
+        self._reports: list[StepRecord] = []
+
+    def add(self, record: StepRecord, with_prefill: bool, ran_empty: bool) -> None:
+        """A step. The one before it drafted what it verifies, so the flags of the one before that are known."""
+        length = record.arm.speculation_length
+        if self._pending:
+            self._drafted(self._pending[-1][1], length)
+        was_queued = bool(self._pending) and not ran_empty
+        self._pending.append(
+            (record, StepShape(record.batch_size, length, length, with_prefill, was_queued=was_queued))
+        )
+        if len(self._pending) > 2:
+            self._report(self._pending[1][1])
+
+    def drain(self) -> None:
+        """Nobody asks for more: the last step has no one behind it."""
+        self._drafted(self._pending[-1][1], self._pending[-1][1].verified)
+        while self._pending:
+            self._report(self._pending[1][1] if len(self._pending) > 1 else None)
+
+    def take(self) -> tuple[StepRecord, ...]:
+        """Reports since the last call."""
+        reports, self._reports = tuple(self._reports), []
+        return reports
+
+    def _drafted(self, shape: StepShape, length: int) -> None:
+        shape.drafted = length
+        key = (shape.num_decoding, shape.verified, length)
+        shape.is_first = key not in self._seen
+        self._seen.add(key)
+
+    def _report(self, following: StepShape | None) -> None:
+        record, shape = self._pending.popleft()
+        flags = overlap_flags(self._before, shape, following)
+        flags |= {StepFlag.PREFILL} if shape.with_prefill else set()
+        flags |= {StepFlag.FIRST_USE} if shape.is_first else set()
+        self._reports.append(record._replace(flags=frozenset(flags)))
+        self._before.append(shape)
 
 
 def population_tokens() -> np.ndarray:
