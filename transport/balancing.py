@@ -26,7 +26,7 @@ def balanced(flag: str, addresses: str) -> tuple[str, list[Option]]:
     found = [looked_up(flag, *place) for place in places]
     family = "ipv6" if any(ip.version == 6 for ip, _ in found) else "ipv4"
     if len({ip.version for ip, _ in found}) > 1:
-        raise ValueError(f"{flag} {addresses!r} mixes IPv4 and IPv6, which no target of gRPC does: give one kind")
+        raise ValueError(f"{flag} {addresses!r} mixes IPv4 and IPv6, which gRPC does not take: give one kind")
     written = (f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}" for ip, port in found)
     return f"{family}:{','.join(written)}", [*options, ("grpc.default_authority", places[0][0])]
 

@@ -39,7 +39,7 @@ class ServerSecurity:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key: give all three")
 
     @property
     def encrypted(self) -> bool:

@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", type=Path, default=Path(".clients"), help="Folder of the programs' environments.")
     parser.add_argument(
-        "--only", default="openai,crowd,schemathesis,aiperf,guidellm", help="Programs, with commas between."
+        "--only", default="openai,crowd,schemathesis,aiperf,guidellm", help="Programs, separated by commas."
     )
     parser.add_argument("--listen", default="127.0.0.1:7098", help="Address of the worker; HTTP one port further.")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Are outputs the same under every policy, as the engine promises?
 
-Each request has a seed, so every policy must put out the same tokens. Where two outputs part, the target alone, in float32
+Each request has a seed, so every policy must generate the same tokens. Where two outputs part, the target alone, in float32
 and one token at a time, says how good each of the two tokens is at that place, noise included. Arithmetic in 16 bits
 depends in its last bits on who shares the batch, so two tokens that are as good as each other may change places; anything
 else is a wrong output, and ends the comparison with an error.
@@ -76,7 +76,7 @@ class OutputCheck:
         for one, miss in zip(chosen, misses, strict=True):
             if miss > TIES[dtype]:
                 raise ValueError(
-                    f"policies {' and '.join(one.policies)} put out different tokens where there is no tie: after "
+                    f"policies {' and '.join(one.policies)} generated different tokens where there is no tie: after "
                     f"{len(one.prefix)} tokens one lies {miss:.2g} logits below the target's choice, over {TIES[dtype]:g}"
                 )
         return {
@@ -97,7 +97,7 @@ def parting(
     place = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     if place is None:
         raise ValueError(
-            f"policies {' and '.join(policies)} put out {len(first)} and {len(second)} tokens of one request"
+            f"policies {' and '.join(policies)} generated {len(first)} and {len(second)} tokens for one request"
         )
     tokens = (first[place], second[place])
     return Parting(policies, prompt, tuple(first[:place]), tokens, arrival.temperature, arrival.sampling_seed)

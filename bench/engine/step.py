@@ -69,7 +69,7 @@ def step(
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
     threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as a worker uses."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
-    seed: int = typer.Option(0, help="Of the prompts and of the order."),
+    seed: int = typer.Option(0, help="Seed of the prompts and of the order."),
     baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path | None = typer.Option(None, help="Also write the JSON to this file."),
@@ -111,7 +111,7 @@ def check(settings: Settings, pair: ModelPair) -> None:
     needed = settings.prompt_tokens + settings.new_tokens
     if needed > pair.max_context_length:
         raise UserError(
-            f"--prompt-tokens and --new-tokens make {needed} tokens, but the models hold {pair.max_context_length}"
+            f"--prompt-tokens and --new-tokens make {needed} tokens, over the models' {pair.max_context_length}: give less"
         )
 
 

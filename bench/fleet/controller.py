@@ -81,7 +81,7 @@ def controller(
     group: int = typer.Option(64, min=1, max=1024, help="Reports in a message, when as many are sent as are taken."),
     reports: int = typer.Option(500_000, min=1, help="Reports per repeat, all workers together."),
     seconds: float = typer.Option(10.0, min=1.0, help="Length of the run for round trips."),
-    warm_up_s: float = typer.Option(2.0, min=0.1, help="The same before it, not counted."),
+    warm_up_s: float = typer.Option(2.0, min=0.1, help="Seconds of warm-up, not counted."),
     repeats: int = typer.Option(3, min=1, help="Repeats, interleaved between storage on and off."),
     as_json: bool = JSON,
 ) -> None:
@@ -128,7 +128,7 @@ def fleet(
         1000, min=1, max=16_384, help="Workers of the largest fleet; a tenth, a hundredth too."
     ),
     seconds: float = typer.Option(10.0, min=1.0, help="Length of a measurement."),
-    warm_up_s: float = typer.Option(10.0, min=0.1, help="The same before it, not counted."),
+    warm_up_s: float = typer.Option(10.0, min=0.1, help="Seconds of warm-up, not counted."),
     storage: bool = typer.Option(True, help="With a database."),
     as_json: bool = JSON,
 ) -> None:

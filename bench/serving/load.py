@@ -210,7 +210,9 @@ async def closed_loop(
         stub = rpc.GenerationServiceStub(channel)
         await asyncio.gather(*(loop.client(stub) for _ in range(concurrency)))
     if loop.begun_at is None or loop.ended_at is None:
-        raise ValueError(f"{loop.num_ended} requests are too few for {num_settling} that are not counted")
+        raise ValueError(
+            f"{loop.num_ended} requests are too few, as {num_settling} are not counted: measure for longer"
+        )
     return Yield(loop.tokens, loop.ended_at - loop.begun_at)
 
 

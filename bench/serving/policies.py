@@ -32,7 +32,7 @@ def parse_policies(text: str, max_length: int) -> list[str]:
     if not names:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"--compare names {repeated} twice")
+        raise UserError(f"--compare names {repeated} twice: name each policy once")
     for name in names:
         _check(name, max_length)
     return names

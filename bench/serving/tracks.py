@@ -74,7 +74,7 @@ def make_block(
     seconds = recipe.block_s if duration_s is None else duration_s
     for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds)):
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"the {what} of a track must be positive, not {value:g}")
+            raise ValueError(f"the {what} of a track is {value:g}; it must be above 0")
     if recipe.at_once:
         return closed_block(track, recipe, number, seed, seconds)
     rate = capacity_tokens_per_s / recipe.mix.mean_tokens

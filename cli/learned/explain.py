@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from speclen.cli.learned.history import estimates_of, find_context, last_change
 from speclen.cli.learned.table import short
@@ -78,9 +79,9 @@ def values_of(row: ArmEstimate) -> dict[str, Any]:
 def show(explanation: Explanation) -> None:
     """Words first, then the figures of every arm, the one in use marked."""
     console = Console()
-    console.print(f"[bold]{explanation.context}[/bold]")
+    console.print(Text(explanation.context, style="bold"))  # its name holds brackets
     for sentence in in_words(explanation):
-        console.print(sentence)
+        console.print(sentence, markup=False)
     table = Table(box=None, padding=(0, 1, 0, 0))  # seven columns have to fit into 80
     table.add_column("arm", no_wrap=True)
     for heading in ("tok/step", "step ms", "ms/token", "95% interval", "steps", "source"):

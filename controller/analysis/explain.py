@@ -100,7 +100,8 @@ def _about_runner_up(explanation: Explanation) -> list[str]:
     percent = 100.0 * (rival.ms_per_token / chosen.ms_per_token - 1.0)
     if percent < 0.0:
         return [
-            f"'{rival.arm}' promises {rival.ms_per_token:.4g} ms, {-percent:.1f}% better: too little or too uncertain."
+            f"'{rival.arm}' needs {rival.ms_per_token:.4g} ms, {-percent:.1f}% less: "
+            "under 0.5%, too few samples at this size, or more prefill keep the choice."
         ]
     overlap = rival.ms_per_token_low < chosen.ms_per_token_high
     sure = "their intervals overlap, so this may still change" if overlap else "their intervals do not overlap"

@@ -152,7 +152,7 @@ class Registry:
         if worker.epoch == epoch and worker.context.key != registration.key:
             raise InvalidMessageError(
                 "context",
-                f"worker {worker.worker_id!r} registered epoch {epoch} with another context; it holds for a whole epoch",
+                f"worker {worker.worker_id!r} registered epoch {epoch} with another context: use a larger epoch",
             )
         context = self.context(registration.key, registration.limits)
         if worker.epoch != epoch:

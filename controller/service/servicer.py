@@ -160,7 +160,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _known(self, key: ContextKey) -> ContextKey:
         if key not in self.learner.registry.contexts:
-            raise UnregisteredError(f"context {key} is unknown: no worker has registered with it")
+            raise UnregisteredError(f"context {key} is unknown: register a worker with it first")
         return key
 
     def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:

@@ -125,5 +125,6 @@ def _check_survival(survival: Sequence[float], num_rows: Sequence[int]) -> None:
     for value, rows in zip(survival, num_rows, strict=True):
         check_range("survival", value, 0.0, 1.0)
         check_range("num_survival_rows", rows, 0, MAX_INTEGER)
-    if any(later > earlier for earlier, later in pairwise(survival)):
-        raise InvalidMessageError("survival", "survival grows with the position; it can only fall")
+    for earlier, later in pairwise(survival):
+        if later > earlier:
+            raise InvalidMessageError("survival", f"survival grows from {earlier:g} to {later:g}; it must not grow")

@@ -137,5 +137,5 @@ def check_reachable(address: str) -> None:
     except OSError as error:
         raise ValueError(
             f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
-            "leave the address away"
+            "leave out the address"
         ) from error

@@ -157,7 +157,7 @@ def check(folder: Path, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--report", type=Path, help="file for what was seen")
-    parser.add_argument("--keep", action="store_true", help="leave the folder")
+    parser.add_argument("--keep", action="store_true", help="keep the folder")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="newcomer-")).resolve()
     report = Report(folder)

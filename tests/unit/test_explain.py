@@ -48,7 +48,7 @@ def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
     [
         (row(PLAIN, 10.0, spread=0.01), "their intervals do not overlap"),
         (row(PLAIN, 8.1), "so this may still change"),
-        (row(PLAIN, 7.9), "'plain' promises 7.9 ms, 1.2% better: too little or too uncertain."),
+        (row(PLAIN, 7.9), "'plain' needs 7.9 ms, 1.2% less: under 0.5%"),
     ],
 )
 def test_a_rival_is_told_by_its_interval(rival, words):

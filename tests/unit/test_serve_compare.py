@@ -220,7 +220,7 @@ def test_a_tie_is_counted_and_a_wrong_token_ends_the_run():
     verdict = check.verdict(judge, "bfloat16")
     assert (verdict["num_same"], verdict["num_parted"], verdict["num_greedy_parted"]) == (1, 1, 0)
     assert (asked[0].prompt, asked[0].prefix, asked[0].tokens, asked[0].sampling_seed) == ((3, 4), (8,), (9, 2), 4)
-    with pytest.raises(ValueError, match="none and n-gram put out different tokens where there is no tie"):
+    with pytest.raises(ValueError, match="none and n-gram generated different tokens where there is no tie"):
         check.verdict(judge, "float32")
 
 
@@ -231,5 +231,5 @@ def test_failed_requests_have_no_output_to_compare():
 
 
 def test_an_output_that_is_cut_is_no_tie():
-    with pytest.raises(ValueError, match="3 and 2 tokens of one request"):
+    with pytest.raises(ValueError, match="3 and 2 tokens for one request"):
         checked(outputs((5, 6), (8, 9, 1)))

@@ -59,7 +59,7 @@ def main(
     seeds: int = typer.Option(0, min=0, help="Seeds of a part; 0: 20 of a recorded world, 8 of a scenario."),
     seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a recorded world."),
     processes: int = typer.Option(1, min=1, max=2, help="Processes."),
-    cost: bool = typer.Option(False, "--cost", help="Measure the cost of a report, and play nothing."),
+    cost: bool = typer.Option(False, "--cost", help="Measure only the cost of a report."),
 ) -> None:
     """Play the parts that the file lacks, and print it."""
     board = Board(out, {"seconds": seconds})
