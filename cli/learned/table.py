@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from calendar import timegm
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ NOTHING = (
 )
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
 ARM_WIDTH = 25
+DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
 
 
 class Range(NamedTuple):
@@ -56,16 +58,28 @@ def rows_of(db: Path, view: str, context: str) -> list[Row]:
 def learned_parts(db: Path, context: str) -> list[RenderableType]:
     """For each context its name and its table; a sentence if nothing is learned yet."""
     width, found = Console().width, list[RenderableType]()
-    for name, group in groupby(rows_of(db, "choices", context), key=lambda row: row["context"]):
+    rows = rows_of(db, "choices", context)
+    titles = titles_of({row["context"] for row in rows}, width)
+    for name, group in groupby(rows, key=lambda row: row["context"]):
         ranges = [Range(*(row[field] for field in Range._fields)) for row in group]
-        found += [Text(name, style="bold"), table_of(ranges, width)]
+        found += [Text(titles[name], style="bold"), table_of(ranges, width)]
     return found or [Text(NOTHING)]
+
+
+def titles_of(contexts: Collection[str], width: int) -> dict[str, str]:
+    """Names of the contexts, without fingerprints and details where a line is too short and they stay different."""
+    titles = {name: name if len(name) <= width else DETAILS.sub("", name)[:width] for name in contexts}
+    return titles if len(set(titles.values())) == len(titles) else {name: name for name in contexts}
+
+
+def table_without_lines(width: int) -> Table:
+    return Table(box=None, padding=(0, 2 if width > 90 else 1, 0, 0))
 
 
 def table_of(ranges: Sequence[Range], width: int) -> Table:
     """The table of one context for a terminal of that many columns. Columns that would be empty are left out."""
     cells = [cells_of(each, width) for each in ranges]
-    table = Table(box=None, padding=(0, 2 if width > 90 else 1, 0, 0))
+    table = table_without_lines(width)
     used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
     for heading in used:
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)

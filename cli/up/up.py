@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import shutil
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_fr
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
+from speclen.cli.support.progress import LiveLine
 from speclen.cli.support.whose import identity
 from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
@@ -25,6 +29,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names, draft_of
 
 STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
+DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
 OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
@@ -50,7 +55,10 @@ def up(
     ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
-    demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
+    demo: bool = typer.Option(
+        False,
+        help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
+    ),
     once: bool = typer.Option(False, help="With --demo: stop after it."),
     ray: str = typer.Option(
         "",
@@ -64,6 +72,8 @@ def up(
     Example: speclen up --workers 2
     """
     client = client_from(settings)
+    if demo and (source := context.get_parameter_source("target")) is not None and source.name == "DEFAULT":
+        settings["target"] = DEMO_TARGET
     options = checked({name: value for name, value in settings.items() if name in OF_WORKERS})
     fleet = {name: value for name, value in settings.items() if name in OF_FLEETS}
     if ray:
@@ -90,14 +100,16 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
     end_as_by_ctrl_c()
     children = [run.controller(), *run.workers(options)]
     try:
-        start_all(children, run.data_dir)
+        with LiveLine() as line:
+            start_all(children, run.data_dir, line.show if demo else say)
         database = database_of(run.places.controller, run.client)
         if demo:
             show_demo(run, database)
         if once:
             print_what_is_left(database)
         else:
-            print_addresses(run.places, run.data_dir, database)
+            commands = next_commands(database) if demo and database else first_commands(run.places.workers[0], database)
+            print_addresses(run.places, run.data_dir, commands)
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
@@ -142,19 +154,19 @@ def refuse_without_ray(fleet: dict[str, Any]) -> None:
             raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it out")
 
 
-def start_all(children: list[Child], data_dir: Path) -> None:
+def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]) -> None:
     """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
-        say(f"starting the {child.name} on {child.address}")
+        tell(f"starting the {child.name} on {child.address}")
         child.start()
         if child.kind == "controller":
-            child.wait_until_serving(STALL_TIMEOUT_S, say)
-            say("the controller is serving")
+            child.wait_until_serving(STALL_TIMEOUT_S, tell)
+            tell("the controller is serving")
     for child in children[1:]:
-        child.wait_until_serving(STALL_TIMEOUT_S, say)
-        say(f"the {child.name} is serving")
+        child.wait_until_serving(STALL_TIMEOUT_S, tell)
+        tell(f"the {child.name} is serving")
 
 
 def database_of(controller: str, client: Client) -> Path | None:
@@ -229,26 +241,44 @@ def supervise(children: list[Child]) -> None:
         time.sleep(0.2)
 
 
-def print_addresses(places: Places, data_dir: Path, database: Path | None) -> None:
-    worker = places.workers[0]
+def print_addresses(places: Places, data_dir: Path, commands: str) -> None:
     fronts = f"http        {', '.join(places.fronts)}\n" if places.fronts else ""
-    tables = f"  speclen tables --db {shlex.quote(str(database))}\n" if database else ""
     print(
         f"""
 controller  {places.controller}    workers  {", ".join(places.workers)}
 {fronts}logs        {data_dir}/*.log    Ctrl-C ends all
 
 In another terminal:
-  speclen generate "def fibonacci(n):" --worker {worker}
-{tables}""",
+{commands}
+""",
         flush=True,
     )
 
 
+def first_commands(worker: str, database: Path | None) -> str:
+    """Commands to try a system that serves."""
+    generate = f'  {program()} generate "def fibonacci(n):" --worker {worker}'
+    return f"{generate}\n  {program()} tables --db {shlex.quote(str(database))}" if database else generate
+
+
+def next_commands(database: Path) -> str:
+    """Commands to go on with after the demonstration; none needs a server."""
+    db = f"--db {shlex.quote(str(database))}"
+    return f"""  {program()} tables {db}
+  {program()} explain --batch 8 {db}
+  {program()} up --target MODEL --draft MODEL"""
+
+
+def program() -> str:
+    """The command's name, or its path where no folder of PATH has it."""
+    beside = Path(sys.executable).with_name("speclen")
+    if shutil.which("speclen") or not beside.exists():
+        return "speclen"
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+
+
 def print_what_is_left(database: Path | None) -> None:
-    """Nothing serves any more, so only commands that need no server."""
     if database is None:
         print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
         return
-    print(f"\nAll stopped. What was learned stays in {database}:\n")
-    print(f"  speclen tables --db {shlex.quote(str(database))}\n", flush=True)
+    print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)

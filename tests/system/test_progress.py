@@ -10,7 +10,7 @@ import pytest
 from speclen.cli.support import progress
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child
-from speclen.cli.support.progress import Progress, Work, work_of
+from speclen.cli.support.progress import LiveLine, Progress, Work, work_of
 
 
 def test_work_of_this_process_grows():
@@ -61,3 +61,22 @@ def test_a_slow_start_outlives_the_patience_for_standing_still(tmp_path, monkeyp
         child.process = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log)
     with pytest.raises(UserError, match=r"^the worker 0 did not start: done$"):
         child.wait_until_serving(1.5)
+
+
+def test_where_there_is_no_terminal_each_text_is_a_line_once(capsys):
+    with LiveLine() as line:
+        for seconds in range(3):
+            line.show("load 1 of 5", f", {seconds} s")
+        line.show("load 2 of 5")
+    assert capsys.readouterr().err == "load 1 of 5\nload 2 of 5\n"
+
+
+def test_in_a_terminal_the_line_is_cut_to_its_width(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    with LiveLine() as line:
+        line.show("load [1] of 5: ", "n" * 100)
+    shown = capsys.readouterr().err.replace("\x1b[0m", "")
+    assert f" load [1] of 5: {'n' * 22}" in shown
+    assert "n" * 23 not in shown

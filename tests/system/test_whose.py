@@ -146,13 +146,13 @@ def test_every_worker_has_an_http_front_one_port_further(tmp_path):
 def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
     """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
     from speclen.cli.up.places import Places
-    from speclen.cli.up.up import database_of, print_addresses, print_what_is_left
+    from speclen.cli.up.up import database_of, first_commands, print_addresses, print_what_is_left
 
     monkeypatch.chdir(tmp_path)
     with running_controller(tmp_path / "a", *options) as running:
         database = database_of(running.address, Client())
     assert database == (Path("elsewhere.db") if options[0] == "--db" else None)
-    print_addresses(Places(running.address, ["127.0.0.1:1"], []), Path("a"), database)
+    print_addresses(Places(running.address, ["127.0.0.1:1"], []), Path("a"), first_commands("127.0.0.1:1", database))
     print_what_is_left(database)
     shown = capsys.readouterr().out
     assert shown.count("speclen tables --db elsewhere.db\n") == (2 if database else 0)

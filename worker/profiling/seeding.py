@@ -43,7 +43,7 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
             progress(f"no controller answers at {config.controller}: serving with {table} until one does")
         if known is not False:
             return
-        progress(f"the controller knows nothing of this context: measuring a profile for {config.quick_profile_s:g} s")
+        progress(f"no profile of this context yet: measuring one for {config.quick_profile_s:g} s")
         sizes = card.limits.max_batch_size, card.limits.max_speculation_length
         try:
             result = quick_profile(pair, *sizes, config.quick_profile_s, config.backend)
