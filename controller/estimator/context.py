@@ -21,8 +21,7 @@ Array = np.ndarray
 
 FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
 POOL = ""  # name of the group that agrees
-# Of steps that take longer because of a probe, which pays for it; what takes longer once is no cost of exploration.
-CAUSED, ONCE = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}, {StepFlag.FIRST_USE, StepFlag.COMPILATION}
+CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # what else takes longer is no cost of a probe
 NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
@@ -184,7 +183,7 @@ class Context:
         usual = np.array([(r.batch_size, r.latency_s) for r in records if not r.probe_id]).reshape(-1, 2)
         group.selection.earn(self.grid.ranges.of[usual[:, 0].astype(int)], usual[:, 1])
         for record in records:
-            if record.probe_id and CAUSED & record.flags and not ONCE & record.flags:
+            if record.probe_id and record.flags <= CAUSED:
                 place = record.arm.ngram * self.grid.num_lengths + record.arm.speculation_length
                 group.selection.pay(self.grid.ranges.of[record.batch_size], place, record.latency_s)
 
