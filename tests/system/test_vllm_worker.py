@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -165,6 +166,32 @@ def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
         wait_until(lambda: scheduler._steering.control.connected, "joined")
     wait_until(lambda: not scheduler._steering.control.connected, "noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
+
+
+def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=f"127.0.0.1:{silent.getsockname()[1]}")
+        begun = time.monotonic()
+        assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
+        assert time.monotonic() - begun < 20.0
+        assert scheduler._steering.num_reported == 59
+
+
+@pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
+def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, before, after, last):
+    """The controller goes on, and has a table of the engine before it under the same worker's name."""
+    with controller(tmp_path, policy="fixed:5") as there:
+        variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_WORKER_ID": "mine"}
+        for longest in (before, after):
+            config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
+            config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
+            scheduler = scheduler_for(config, **variables)
+            wait_until(lambda: scheduler._steering.control.connected, "joined")  # noqa: B023
+            lengths = serve(scheduler, num_steps=60)
+            wait_until(lambda: not scheduler._steering.control.buffer, "reports on disk")  # noqa: B023
+            assert scheduler._steering.control.num_refused == 0
+            scheduler.shutdown()
+        assert (lengths[1], lengths[-1]) == (after, last)
 
 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
