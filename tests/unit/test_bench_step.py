@@ -122,7 +122,7 @@ def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: py
         ({"batch_sizes": "one"}, "--batch-sizes 'one'"),
         ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
         ({"lengths": "99"}, "--lengths '99'"),
-        ({"new_tokens": 5000}, "the models hold 256"),
+        ({"new_tokens": 5000}, "over the models' 256"),
         ({"target": "/nowhere"}, "no such directory"),
         ({"draft": "none", "lengths": "2"}, "need a draft"),
         ({"prompts": Path("/no/prompts.txt")}, "/no/prompts.txt"),
