@@ -180,7 +180,7 @@ class FakeEngine:
     """As much of a vllm.LLMEngine as a closed loop uses: every request gets a token a step, two steps after it came."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(_steering=SimpleNamespace(num_reported=0), dynamic_sd_lookup=[0, 5, 5, 3])
+        self.scheduler = SimpleNamespace(steering=SimpleNamespace(num_reported=0), dynamic_sd_lookup=[0, 5, 5, 3])
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler, batch_queue=[]))
         self.left: dict[str, int] = {}
         self.ages: dict[str, int] = {}
@@ -238,16 +238,16 @@ def test_a_block_of_vllm_keeps_so_many_requests_at_once_and_counts_after_their_p
     assert found.num_steps > 0
     assert 0.1 < found.seconds <= 0.3
     assert set(bench.engine.lengths) == {8}
-    assert bench.scheduler._steering is None, "vLLM alone"
+    assert bench.scheduler.steering is None, "vLLM alone"
     assert bench.outputs("none") == [[7] * vllm_serving.CHECKED_TOKENS] * vllm_serving.NUM_CHECKED
     assert bench.engine.lengths[-1] == 0
     bench.block("adaptive", 1, 0.05)
     assert bench.scheduler.dynamic_sd_lookup == [0, 5, 5, 3], "as it was configured"
-    assert bench.scheduler._steering is bench.steering
+    assert bench.scheduler.steering is bench.steering
 
 
 def test_a_plugin_that_gives_up_ends_the_comparison(bench: vllm_serving.Bench) -> None:
     bench.use("adaptive")
-    bench.scheduler._steering = None
+    bench.scheduler.steering = None
     with pytest.raises(RuntimeError, match="given up"):
         bench.drain()
