@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from speclen.integrations.vllm.device_clock import DeviceClock, Event
 from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, device_flags, overlap_flags
@@ -22,45 +22,8 @@ ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps in flight; vLLM has two
 
 
-class Request(Protocol):
-    """vllm.v1.request.Request, as far as it is looked at."""
-
-    num_computed_tokens: int
-    num_tokens: int
-    num_output_placeholders: int
-
-    def is_finished(self) -> bool: ...
-
-
-class NewRequest(Protocol):
-    """vllm.v1.core.sched.output.NewRequestData."""
-
-    req_id: str
-
-
-class CachedRequests(Protocol):
-    """vllm.v1.core.sched.output.CachedRequestData."""
-
-    resumed_req_ids: set[str]
-    num_computed_tokens: list[int]
-
-
-class Scheduled(Protocol):
-    """vllm.v1.core.sched.output.SchedulerOutput."""
-
-    scheduled_new_reqs: list[NewRequest]
-    scheduled_cached_reqs: CachedRequests
-    num_scheduled_tokens: dict[str, int]
-    scheduled_spec_decode_tokens: dict[str, list[int]]
-    num_spec_tokens_to_schedule: int
-    num_invalid_spec_tokens: dict[str, int] | None
-
-
-class Sampled(Protocol):
-    """vllm.v1.outputs.ModelRunnerOutput."""
-
-    sampled_token_ids: list[list[int]]
-    req_id_to_index: dict[str, int]
+# Classes of vLLM, of which `versions` lists what is looked at: Request, SchedulerOutput and ModelRunnerOutput.
+Request = Scheduled = Sampled = Any
 
 
 @dataclass(frozen=True, slots=True)
