@@ -7,16 +7,13 @@ import subprocess
 import sys
 import tarfile
 import time
-import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from speclen.bench.gpu import checks, parts, run, vllm_serving
+from speclen.bench.gpu import checks, parts, run
 from speclen.bench.gpu.parts import Part, run_parts
-from speclen.bench.gpu.vllm_serving import Block, rates_of
 from speclen.worker.backends.torch.recording import RerunRecorder
 from speclen.worker.models.loading import load_pair
 
@@ -122,87 +119,3 @@ def test_a_bundle_is_put_together_from_its_pieces(tmp_path: Path) -> None:
     assert run.unpack(tmp_path, dry=True) == "there is no vLLM here"
     assert run.unpack(tmp_path, dry=False) == ""
     assert (tmp_path / "packages" / "site" / "package.py").read_text() == "x = 1"
-
-
-def test_rates_are_medians_of_the_blocks_that_are_measured() -> None:
-    blocks = [Block("adaptive", 4, tokens, 2.0, 10, True) for tokens in (100, 600, 200)]
-    rates = rates_of([*blocks, Block("adaptive", 4, 9000, 2.0, 10, False), Block("none", 1, 30, 2.0, 9, True)])
-    assert rates["adaptive"] == {"4": 100.0}
-    assert rates["none"] == {"1": 15.0}
-
-
-class FakeEngine:
-    """As much of a vllm.LLMEngine as a closed loop uses: every request gets a token a step, two steps after it came."""
-
-    def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(steering=SimpleNamespace(num_reported=0), dynamic_sd_lookup=[0, 5, 5, 3])
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler, batch_queue=[]))
-        self.left: dict[str, int] = {}
-        self.ages: dict[str, int] = {}
-        self.most_at_once = self.num_tokens = 0
-        self.lengths: list[int] = []
-
-    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: SimpleNamespace) -> None:
-        assert len(prompt["prompt_token_ids"]) == vllm_serving.PROMPT_TOKENS
-        self.left[name], self.ages[name] = sampling.max_tokens, 0
-
-    def step(self) -> list[SimpleNamespace]:
-        self.most_at_once = max(self.most_at_once, len(self.left))
-        self.lengths.append(self.scheduler.dynamic_sd_lookup[1])
-        outputs = []
-        for name in list(self.left):
-            self.ages[name] += 1
-            if self.ages[name] > 2:
-                self.left[name] -= 1
-                self.num_tokens += 1
-                finished = not self.left[name]
-                outputs.append(SimpleNamespace(request_id=name, finished=finished, outputs=[ONE_TOKEN]))
-                if finished:
-                    del self.left[name]
-        return outputs
-
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        for name in names:
-            del self.left[name]
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.left)
-
-
-ONE_TOKEN = SimpleNamespace(token_ids=[7])
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> vllm_serving.Bench:
-    vllm, params = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
-    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    params.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    return vllm_serving.Bench(FakeEngine(), "bundled:target")
-
-
-def test_a_block_of_vllm_keeps_so_many_requests_at_once_and_counts_after_their_prompts(
-    bench: vllm_serving.Bench,
-) -> None:
-    found = bench.block("fixed:8", 3, 0.2)
-    assert (found.policy, found.requests, found.measured) == ("fixed:8", 3, True)
-    assert bench.engine.most_at_once == 3
-    assert not bench.engine.left, "what was under way is aborted"
-    assert 0 < found.tokens < bench.engine.num_tokens, "the first outputs of the first requests are not counted"
-    assert found.num_steps > 0
-    assert 0.1 < found.seconds <= 0.3
-    assert set(bench.engine.lengths) == {8}
-    assert bench.scheduler.steering is None, "vLLM alone"
-    assert bench.outputs("none") == [[7] * vllm_serving.CHECKED_TOKENS] * vllm_serving.NUM_CHECKED
-    assert bench.engine.lengths[-1] == 0
-    bench.block("adaptive", 1, 0.05)
-    assert bench.scheduler.dynamic_sd_lookup == [0, 5, 5, 3], "as it was configured"
-    assert bench.scheduler.steering is bench.steering
-
-
-def test_a_plugin_that_gives_up_ends_the_comparison(bench: vllm_serving.Bench) -> None:
-    bench.use("adaptive")
-    bench.scheduler.steering = None
-    with pytest.raises(RuntimeError, match="given up"):
-        bench.drain()

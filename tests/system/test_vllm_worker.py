@@ -112,17 +112,11 @@ def controller(tmp_path, **options):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_the_scheduler_is_the_one_that_the_configuration_wants(scheduler_for, overlapped):
-    scheduler = scheduler_for(fake_vllm.config(scheduler_config__async_scheduling=overlapped))
-    assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped
-    assert isinstance(scheduler, fake_vllm.Scheduler)
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
 def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlapped):
     config = fake_vllm.config(scheduler_config__async_scheduling=overlapped)
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
+        assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
         wait_until(lambda: scheduler.steering.control.connected, "joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
@@ -238,37 +232,33 @@ def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, vari
     assert scheduler.steering is None
 
 
-def test_another_version_works_with_one_warning(monkeypatch, integration, caplog):
+def other_version(monkeypatch):
     fake_vllm.install(monkeypatch, "0.99.0")
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
-        assert scheduler.steering is not None
-    scheduler.shutdown()
-    assert [record.getMessage() for record in caplog.records if "0.99.0 was not tried" in record.getMessage()]
 
 
-def test_a_version_without_something_that_is_needed_is_refused_by_its_name(monkeypatch, integration, caplog):
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+def without_a_field(monkeypatch):
     monkeypatch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, "num_spec_tokens_to_schedule")
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
-        serve(scheduler)
-    [told] = caplog.records
-    assert "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule" in told.getMessage()
-    assert "vLLM serves on" in told.getMessage()
-    scheduler.shutdown()
 
 
-def test_a_module_that_moved_does_not_end_vllm(monkeypatch, integration, caplog):
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+def without_a_module(monkeypatch):
     monkeypatch.delitem(sys.modules, "vllm.v1.outputs")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_on", "words"),
+    [
+        (other_version, True, "vLLM 0.99.0 was not tried"),
+        (without_a_field, False, "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule"),
+        (without_a_module, False, "vllm.v1.outputs"),
+    ],
+)
+def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
+    change(monkeypatch)
     with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        assert (scheduler.steering is not None) is is_on
         serve(scheduler)
-    [told] = caplog.records
-    assert "vllm.v1.outputs" in told.getMessage()
-    scheduler.shutdown()
+    assert [words in record.getMessage() for record in caplog.records].count(True) == 1
 
 
 def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, scheduler_for, caplog):
@@ -340,15 +330,6 @@ def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
     assert "name all that may be chosen" in caplog.text
 
 
-def test_a_table_beyond_what_vllm_can_draft_is_cut(tmp_path, scheduler_for):
-    config = fake_vllm.config(speculative_config__num_speculative_tokens=2)
-    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 2)]
-    with controller(tmp_path, policy="fixed:7") as there:
-        scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
-        assert set(serve(scheduler)) == {2}
-
-
 def test_the_context_names_what_step_times_depend_on():
     settings = settings_from({"SPECLEN_CONTROLLER": NOBODY})
     key = context_key(fake_vllm.config(), settings, fake_vllm.PLATFORM, "0.32.0")
@@ -364,18 +345,11 @@ def test_the_context_names_what_step_times_depend_on():
     ):
         other = context_key(fake_vllm.config(**change), settings, fake_vllm.PLATFORM, "0.32.0")
         assert other.engine_fingerprint != key.engine_fingerprint, change
+    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda", get_device_name=lambda: "NVIDIA H100")
+    several = fake_vllm.config(parallel_config__world_size=4)
+    assert context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
     named = settings_from({"SPECLEN_CONTROLLER": NOBODY, "SPECLEN_WORKER_TARGET": "bundled:target"})
     assert context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
-
-
-def test_several_gpus_of_one_engine_are_another_device_than_one():
-    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda", get_device_name=lambda: "NVIDIA H100")
-    settings = settings_from({"SPECLEN_CONTROLLER": NOBODY})
-    devices = [
-        context_key(fake_vllm.config(parallel_config__world_size=size), settings, gpu, "0.32.0").device
-        for size in (1, 4)
-    ]
-    assert devices == ["cuda:NVIDIA H100", "cuda:NVIDIA H100 x4"]
 
 
 def test_the_configured_table_is_vllms_own():

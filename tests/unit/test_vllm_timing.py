@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -167,13 +166,6 @@ def test_usable_times_are_those_of_their_length(name, timed):
     wrong = sorted(errors(machine, usable))
     assert wrong[int(0.98 * len(wrong))] < 0.03
     assert wrong[-1] < (0.2 if name.startswith("mixed") and not timed else 0.01)
-
-
-@pytest.mark.parametrize(("name", "error"), [("host-bound", 1.0), ("mixed", 0.5)])
-def test_it_is_not_enough_that_a_step_drafts_what_it_verifies(name, error):
-    records = Queue(MACHINES[name]).run(changing(1, 200))
-    alike = [each for each, following in pairwise(records) if each.arm == following.arm]
-    assert max(errors(MACHINES[name], alike)) > error
 
 
 @pytest.mark.parametrize(("timed", "num_steps"), [(False, OVERLAPPED_PROBE_STEPS), (True, PROBE_STEPS - 1)])
