@@ -16,7 +16,7 @@ from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.seeding import evidence_of
 from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import NOTHING, Evidence, Samples
-from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of
+from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
 from speclen.controller.estimator.workers import Workers, fair_weights
 from speclen.records import Arm, ContextKey, DriftEvent, Limits, Profile, RequestClass, StepFlag, StepRecord
 
@@ -44,7 +44,10 @@ class Group:
 
 @dataclass(eq=False)
 class Context:
-    """Cells, workers and groups of one context. profiled: ranges that a profile tells of; level: its log seconds."""
+    """Cells, workers and groups of one context.
+
+    profiled: ranges that a profile tells of; level: its log seconds; survival_prior: its survival by draft position.
+    """
 
     key: ContextKey
     limits: Limits
@@ -54,6 +57,7 @@ class Context:
     workers: Workers
     groups: dict[str, Group]
     level: float = 0.0
+    survival_prior: tuple[float, ...] = ()
     has_decided: bool = False
     num_reports: int = 0
     num_probes: int = 0
@@ -61,6 +65,7 @@ class Context:
     def __post_init__(self) -> None:
         self.grid = Grid.of(self.limits)
         self.pair: list[Context] = [self]
+        self._believed: tuple[Estimates | None, np.ndarray, np.ndarray] = (None, np.zeros(0), np.zeros(0))
 
     @classmethod
     def new(cls, key: ContextKey, limits: Limits) -> Context:
@@ -75,6 +80,11 @@ class Context:
         """True if there is anything to show."""
         return bool(self.num_reports or self.profiled.any())
 
+    @property
+    def unseen(self) -> np.ndarray:
+        """Acceptance by draft position before anything was seen, [positions]."""
+        return unseen_acceptance(self.workers.tokens.reached.shape[1], self.survival_prior)
+
     def arms_in_use(self) -> dict[str, np.ndarray]:
         """Places of the arms in use, by group, [ranges]."""
         return {name: group.selection.arms.copy() for name, group in self.groups.items()}
@@ -86,7 +96,7 @@ class Context:
     def join(self, pair: list[Context]) -> None:
         """Share accepted tokens with the other contexts of the pair, which make room for the longest lengths of all."""
         pair.append(self)
-        self.pair = pair
+        self.pair, self.survival_prior = pair, pair[0].survival_prior
         self.extend_tokens()
 
     def extend_tokens(self) -> None:
@@ -111,7 +121,8 @@ class Context:
     def seed(self, profile: Profile) -> None:
         """Take an offline profile as evidence of limited weight, as far as nothing is known from workers."""
         if profile.survival and not sum(each.amount for each in self._shared_tokens()):
-            self.workers.tokens.seed(profile.survival, profile.num_survival_rows)
+            for each in self.pair:
+                each.survival_prior = profile.survival
         if len(profile.cells) > 1 and not self.num_reports:
             self.workers.times, self.level = evidence_of(profile, self.grid, self.cells)
             sizes = [cell.batch_size for cell in profile.cells]
@@ -160,7 +171,9 @@ class Context:
         weights = np.exp(estimates.solution.phi)
         # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
         log_s = np.log(seconds * (self.cells.features[places] @ weights) / (features @ weights))
-        evidence.add(worker.tail, Samples(places, log_s), *estimates.of_cells(self.cells))
+        if self._believed[0] is not estimates or len(self._believed[1]) != len(self.cells.numbers):
+            self._believed = (estimates, *estimates.of_cells(self.cells))
+        evidence.add(worker.tail, Samples(places, log_s), *self._believed[1:])
 
     def _earn(self, selection: Selection, estimates: Estimates, records: Sequence[StepRecord]) -> None:
         """Give steps' time to the exploration budget, and charge what steps of probes took longer."""
@@ -176,7 +189,7 @@ class Context:
         """Hold a worker against the others; isolate those that differ, or let them join again."""
         if len(self.workers.tracked) < 2:
             return []
-        worker.note(self.cells.features)
+        worker.note(self.cells.features, self.unseen)
         events = []
         for name, other in self.workers.tracked.items():
             before = other.apart
@@ -236,9 +249,9 @@ class Context:
 
     def _ratios_of(self, name: str) -> Ratios:
         if name != POOL and self.workers.tracked[name].apart[1]:
-            return ratios_of([self.workers.tracked[name].tokens], [1.0])
+            return ratios_of([self.workers.tracked[name].tokens], [1.0], self.unseen)
         evidence = self._shared_tokens()
-        return ratios_of(evidence, fair_weights([each.amount for each in evidence]))
+        return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.unseen)
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""

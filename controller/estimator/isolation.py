@@ -47,14 +47,14 @@ class Worker:
         """True when it is to be compared."""
         return self.num_reports - self.compared_at >= COMPARED
 
-    def note(self, features: np.ndarray) -> None:
-        """Solve for what this worker alone says. features: of all cells."""
+    def note(self, features: np.ndarray, unseen: np.ndarray) -> None:
+        """Solve for what this worker alone says. features: of all cells; unseen: acceptance, see `ratios_of`."""
         self.compared_at = self.num_reports
         self.times.grow(len(features))
         information = (self.times.information + self.times.information.T) / 2
         solution = solve(information, self.times.moment, features, replace(NOTHING, residual=UNLIKE_TIMES**2))
         self.theta, self.precision = shares(features, solution.phi)[0] + solution.rho, np.diag(information).copy()
-        ratios = ratios_of([self.tokens], [1.0])
+        ratios = ratios_of([self.tokens], [1.0], unseen)
         length = min(COMPARED_LENGTH, ratios.steps.shape[2] - 1)
         trials = self.tokens.reached[:, :1].sum(axis=1) + self.tokens.tokens
         variance = np.where(trials >= COMPARED_TRIALS, 2.0 / np.maximum(trials, 1.0), UNKNOWN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import add
 
 import numpy as np
@@ -22,7 +23,6 @@ FIRST_ACCEPTED, DEEPER = (
 )  # acceptance of the first draft token, and of each relative to the one before, unseen
 LEAST_ACCEPTED, MOST_ACCEPTED = 0.02, 0.98
 SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together
-PROFILE_TRIALS = 40.0  # that a profile's acceptance counts for, at most
 REPORT_MEMORY = 600.0  # reports of a worker after which histograms have faded to 1/e
 OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
 PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for
@@ -98,14 +98,6 @@ class TokenEvidence:
             values = getattr(self, name)
             setattr(self, name, np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, more)]))
 
-    def seed(self, survival: Sequence[float], num_sequences: Sequence[int]) -> None:
-        """Take a profile's acceptance: as that of greedy requests, since profiles are measured with them."""
-        survival = survival[: self.reached.shape[1]]
-        before = np.append(1.0, survival[:-1])
-        trials = np.minimum(np.array(num_sequences[: len(survival)]) * before, PROFILE_TRIALS)
-        self.reached[0, : len(survival)] += trials
-        self.passed[0, : len(survival)] += trials * np.array(survival) / np.maximum(before, 1e-9)
-
     def add(self, records: Sequence[StepRecord], ratios: Ratios) -> list[tuple[int, float]]:
         """Learn from steps; returns (class, statistic) of detected changes, after which little is remembered."""
         changes = self._add_histograms(records, ratios)
@@ -127,7 +119,7 @@ class TokenEvidence:
             return []
         reached, passed = np.zeros((2, *self.reached.shape))
         for (kind, length), histogram in sums.items():
-            runs = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
+            runs = list(accumulate(reversed(histogram)))[::-1]  # sequences with at least 0, 1, ... accepted tokens
             reached[kind, :length] += runs[:-1]
             passed[kind, :length] += runs[1:]
         fade = float(np.exp(-len(records) / REPORT_MEMORY))
@@ -182,29 +174,44 @@ def _by_arm(output: OutputEvaluation, num_lengths: int) -> np.ndarray:
     return values
 
 
-def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float]) -> Ratios:
-    """Estimates from the evidence of some workers, one or more, each with its weight."""
+def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.ndarray:
+    """Acceptance by position before anything was seen: a profile's as far as there is one, [positions].
+
+    survival: P(the first i draft tokens are all accepted).
+    """
+    accepted: list[float] = []
+    for at in range(max_length):
+        if at < len(survival):
+            value = survival[at] / max(survival[at - 1] if at else 1.0, 1e-9)
+        else:
+            value = accepted[-1] * DEEPER if at else FIRST_ACCEPTED
+        accepted.append(min(max(value, LEAST_ACCEPTED), MOST_ACCEPTED))
+    return np.array(accepted)
+
+
+def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unseen: np.ndarray) -> Ratios:
+    """Estimates from the evidence of some workers, one or more, each with its weight. unseen: acceptance, [positions]."""
     total = {name: sum(w * getattr(e, name) for e, w in zip(evidence, weights, strict=True)) for name in COUNTS}
-    everyone = _accepted_by_all(total["reached"].sum(axis=0), total["passed"].sum(axis=0))
+    everyone = _accepted_by_all(total["reached"].sum(axis=0), total["passed"].sum(axis=0), unseen)
     accepted = (total["passed"] + SHRINKAGE * everyone) / (total["reached"] + SHRINKAGE)
     expected = 1.0 + np.pad(np.cumsum(np.cumprod(accepted, axis=1), axis=1), ((0, 0), (1, 0)))
     steps = np.stack([1.0 / expected, UNSEEN_NGRAM / expected], axis=1)
     lengths, tokens = np.arange(accepted.shape[1] + 1), total["tokens"]
-    unseen = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
-    known = {name: _shrunk(total[name], tokens, values) for name, values in unseen.items()}
+    by_histograms = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
+    known = {name: _shrunk(total[name], tokens, values) for name, values in by_histograms.items()}
     reach = np.append(1.0, np.cumprod(everyone))[: len(everyone)]
     trials = total["reached"].sum(axis=0) + tokens.sum() * reach
     speed = -np.log(known["steps"].min(axis=(1, 2)))
     return Ratios(accepted, trials, **known, outputs=float(total["outputs"].sum()), log_speed=speed)
 
 
-def _accepted_by_all(reached: np.ndarray, passed: np.ndarray) -> np.ndarray:
+def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray) -> np.ndarray:
     """Acceptance by position, all classes together: each shrunk towards the one before, [positions]."""
     accepted = np.zeros(len(reached))
-    unseen = FIRST_ACCEPTED
-    for at in range(len(accepted)):
-        accepted[at] = (passed[at] + SHRINKAGE * unseen) / (reached[at] + SHRINKAGE)
-        unseen = min(max(accepted[at] * DEEPER, LEAST_ACCEPTED), MOST_ACCEPTED)
+    for at, prior in enumerate(unseen.tolist()):
+        if at:
+            prior = min(max(accepted[at - 1] * prior / unseen[at - 1], LEAST_ACCEPTED), MOST_ACCEPTED)
+        accepted[at] = (passed[at] + SHRINKAGE * prior) / (reached[at] + SHRINKAGE)
     return accepted
 
 
