@@ -13,7 +13,7 @@ import numpy as np
 
 from speclen.controller.estimator.model import Estimates
 from speclen.controller.estimator.saving import Array
-from speclen.controller.estimator.sizes import Grid, moved
+from speclen.controller.estimator.sizes import FIRST_AFTER, Grid, moved, pause
 from speclen.records import Profile
 
 ADAPTIVE = "adaptive"
@@ -23,8 +23,7 @@ STAYS = 0.005  # log score by which another arm must be better
 OPTIMISM = 1.0  # standard deviations
 EARNED = 0.01  # seconds of probes per second of steps
 CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
-LEAST_GAP, MOST_GAP, GAP_GROWTH = 8.0, 120.0, 0.1  # steps between probes of a size: at first, at most, per step seen
-SEEN = 6.0  # usable samples from which on a size has a choice of its own
+MOST_GAP = 120.0  # steps between probes of a size
 COLD_LENGTH = 2
 
 
@@ -51,7 +50,7 @@ class Selection:
         ranges, lengths = len(grid.low), grid.num_lengths
         allowed = np.array([[True] * lengths, [ngram] * lengths])
         arms = np.full(ranges, min(COLD_LENGTH, lengths - 1))
-        return cls(allowed, arms, np.zeros(ranges), np.full(ranges, LEAST_GAP), np.zeros(ranges))
+        return cls(allowed, arms, np.zeros(ranges), np.full(ranges, FIRST_AFTER), np.zeros(ranges))
 
     def widen(self, grid: Grid, ngram: bool) -> None:
         """Go on with larger limits: sizes that are new begin with the arm of the largest known."""
@@ -110,8 +109,7 @@ class Selection:
 
     def probe(self, at: int, estimates: Estimates, allowed: np.ndarray, num_steps: int) -> int | None:
         """The arm to try at a range of sizes now, charged; mostly None. allowed: of the worker, [2, lengths]."""
-        gap = min(LEAST_GAP + GAP_GROWTH * self.steps[at], MOST_GAP)
-        if self.since_probe[at] < gap:
+        if self.since_probe[at] < pause(self.steps[at], MOST_GAP):
             return None
         score = estimates.score[at].reshape(-1)
         value = score - score[self.arms[at]]

@@ -14,14 +14,13 @@ from speclen.controller.estimator.load import Traffic
 from speclen.controller.estimator.model import Estimates, estimates_of, solve_all
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.seeding import evidence_of
-from speclen.controller.estimator.sizes import Cells, Grid
+from speclen.controller.estimator.sizes import FIRST_AFTER, Cells, Grid, pause
 from speclen.controller.estimator.step_time import NOTHING, Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
 from speclen.controller.estimator.workers import Workers, fair_weights
 from speclen.records import Arm, ContextKey, DriftEvent, Limits, Profile, RequestClass, StepFlag, StepRecord
 
-FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
-SEEN = 6.0  # usable samples from which on a size has a choice of its own
+MOST_PENDING = 512.0  # reports between two solutions
 POOL = ""  # name of the group that agrees
 CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # what else takes longer is no cost of a probe
 NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
@@ -39,7 +38,7 @@ class Group:
     @property
     def is_due(self) -> bool:
         """True when there is enough to estimate anew."""
-        return self.pending >= min(FIRST_SOLVE + SOLVE_GROWTH * self.num_learned, LAST_SOLVE)
+        return self.pending >= pause(self.num_learned, MOST_PENDING)
 
 
 @dataclass(eq=False)
@@ -218,7 +217,7 @@ class Context:
     def solve(self, name: str) -> list[int]:
         """Estimate anew for a group and select; returns the ranges of sizes whose arm changed."""
         estimates = self.estimate(name)
-        known = (self.traffic.seen >= SEEN) | self.profiled
+        known = (self.traffic.seen >= FIRST_AFTER) | self.profiled
         return self.groups[name].selection.choose(estimates.score, known, self.grid.sizes)
 
     def estimate(self, name: str) -> Estimates:

@@ -19,7 +19,7 @@ WIDTHS = np.append(np.diff(KNOTS), np.inf)
 # Weights in units of a plain step of one sequence: typical, and the standard deviation of their logarithm. A draft model
 # may take 1% or 50% of the target's time; that sequences or contexts cost anything is not taken for granted.
 CONSTANT, CONSTANT_SD = 0.85, 0.3
-SEQUENCE, DRAFTING, PASS, DRAFTED, SLOPE, CONTEXT, SD = 0.002, 0.02, 0.08, 0.001, 0.005, 1e-6, 1.5
+DRAFTING, PASS, ONE, HELD, SD = 0.02, 0.08, 0.003, 1e-6, 1.5  # ONE: a sequence, a drafted one, a verified token
 SLOPE_ALIKE = 0.8  # correlation of neighbouring slopes
 
 
@@ -45,7 +45,7 @@ def _prior_precision() -> Array:
 
 
 # Gaussian prior of the log weights, before anything was seen.
-PRIOR_MEAN = np.log([CONSTANT, SEQUENCE, DRAFTING, PASS, DRAFTED, *[SLOPE] * NUM_SLOPES, CONTEXT])
+PRIOR_MEAN = np.log([CONSTANT, ONE, DRAFTING, PASS, *[ONE] * (1 + NUM_SLOPES), HELD])
 PRIOR_PRECISION = _prior_precision()
 
 

@@ -18,9 +18,8 @@ from speclen.controller.estimator.tokens import TokenEvidence, ratios_of
 COMPARED = 64  # reports of a worker between two comparisons
 UNLIKE_TIMES = 0.12  # root mean square difference of log times, beyond a constant factor
 UNLIKE_TOKENS = 0.2  # difference of log tokens per step
-COMPARED_LENGTH, COMPARED_TRIALS = 4, 200.0  # draft tokens at which tokens are compared, and the evidence that takes
+COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 SIGNIFICANT = 3.0  # standard deviations
-UNKNOWN = 1e6  # variance of what was not seen
 
 
 @dataclass(eq=False)
@@ -57,8 +56,7 @@ class Worker:
         ratios = ratios_of([self.tokens], [1.0], unseen)
         length = min(COMPARED_LENGTH, ratios.steps.shape[2] - 1)
         trials = self.tokens.reached[:, :1].sum(axis=1) + self.tokens.tokens
-        variance = np.where(trials >= COMPARED_TRIALS, 2.0 / np.maximum(trials, 1.0), UNKNOWN)
-        self.speed = np.stack([-np.log(ratios.steps[:, 0, length]), variance])
+        self.speed = np.stack([-np.log(ratios.steps[:, 0, length]), 2.0 / np.maximum(trials, 1.0)])
 
     def agrees_in_times(self, other: Worker) -> bool:
         """True unless step times of both differ by more than a factor, in cells that both have seen."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.saving import Array
+from speclen.controller.estimator.tokens import PRIOR_TOKENS
 from speclen.records import NUM_CLASSES, StepRecord, num_tokens_of
 
 LOAD_MEMORY = 1000.0  # steps over which class mix, prefill and waiting are averaged
-MIX_TOKENS = 500.0  # generated tokens of all sizes that the class mix of one size is shrunk by
 
 
 class Load(NamedTuple):
@@ -63,7 +63,7 @@ class Traffic:
     def load(self) -> Load:
         """The averages, each range's shrunk towards those of all."""
         total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
-        mixed = self.class_tokens + MIX_TOKENS * total / total.sum()
+        mixed = self.class_tokens + PRIOR_TOKENS * total / total.sum()
         held, steps = self.held.T
         context = (held + held.sum() / max(steps.sum(), 1.0)) / (steps + 1.0)
         prefill_s, waiting = (self.rates / max(self.class_tokens.sum(), 1.0)).tolist()

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from speclen.controller.estimator.context import Context
 
 Z_95 = 1.96
-MOST_S = 1e5  # of a step that is shown
 
 
 def ms_per_token(context: Context, name: str, at: int, arm: Arm) -> float | None:
@@ -21,7 +20,7 @@ def ms_per_token(context: Context, name: str, at: int, arm: Arm) -> float | None
     if estimates is None or not context.is_known:
         return None
     place = (at, int(arm.ngram), arm.speculation_length)
-    return 1000.0 * min(estimates.step_s(*place) / float(np.exp(estimates.log_tokens[place])), MOST_S)
+    return 1000.0 * estimates.step_s(*place) / float(np.exp(estimates.log_tokens[place]))
 
 
 def estimates_of(context: Context) -> list[ArmEstimate]:
@@ -39,7 +38,7 @@ def estimates_of(context: Context) -> list[ArmEstimate]:
     for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
         for arm in context.limits.arms():
             place = (at, int(arm.ngram), arm.speculation_length)
-            tokens, step_s = float(np.exp(estimates.log_tokens[place])), min(estimates.step_s(*place), MOST_S)
+            tokens, step_s = float(np.exp(estimates.log_tokens[place])), estimates.step_s(*place)
             ms, factor = 1000.0 * step_s / tokens, float(spread[place])
             seen, profiled = bool(count[place] >= 1), bool(context.profiled[at]) and not arm.ngram
             source = ("both" if profiled else "online") if seen else ("profile" if profiled else "prior")

@@ -30,10 +30,9 @@ MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 
 CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
 CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
 NEIGHBOUR_NOISE = 2.0 / (2.0 - GAIN)  # variance of a contrast over that of a step: the mean before it has noise, too
-NOISE, LEAST_NOISE = 0.08, 0.02  # standard deviation of a log time: at first, at least
-NOISE_MEMORY = 200.0  # samples
-RESIDUAL, LEAST_RESIDUAL = 0.04, 0.02  # standard deviation of rho: at first, at least
-LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
+NOISE, RESIDUAL = 0.08, 0.04  # standard deviations of a log time and of rho, at first
+LEAST_SD = 0.02  # of both
+SHORT_MEMORY = 300.0  # samples over which the noise is averaged, and the level for display
 
 
 class Samples(NamedTuple):
@@ -63,7 +62,7 @@ class Tail:
         """Keep the newest of a window, and follow the level."""
         self.num_samples += num_new
         level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
-        self.level += min(num_new / min(self.num_samples, LEVEL_MEMORY), 1.0) * (level - self.level)
+        self.level += min(num_new / min(self.num_samples, SHORT_MEMORY), 1.0) * (level - self.level)
         self.cells, self.log_s = window.cells[-NEIGHBOURS:], window.log_s[-NEIGHBOURS:]
 
     def keep(self, place: np.ndarray) -> None:
@@ -144,9 +143,9 @@ class Evidence:
         if len(z):
             clipped = (np.minimum(z, CLIP) * spread) ** 2
             own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS / NEIGHBOUR_NOISE
-            share = min(len(z) / NOISE_MEMORY, 0.5)
+            share = min(len(z) / SHORT_MEMORY, 0.5)
             noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
-            self.noise = max(float(noise), LEAST_NOISE)
+            self.noise = max(float(noise), LEAST_SD)
 
 
 @lru_cache(256)
@@ -206,5 +205,5 @@ def solve(information: np.ndarray, moment: np.ndarray, features: np.ndarray, las
     weight = np.diag(information) * residual
     known = weight / (1.0 + weight)
     new = float((known * spread).sum() + 8 * RESIDUAL**2) / float(known.sum() + 8)
-    new = max(new, LEAST_RESIDUAL**2)
+    new = max(new, LEAST_SD**2)
     return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)

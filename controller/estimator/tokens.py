@@ -17,19 +17,15 @@ import numpy as np
 from speclen.controller.estimator.saving import Array
 from speclen.records import NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
 
-FIRST_ACCEPTED, DEEPER = (
-    0.7,
-    0.98,
-)  # acceptance of the first draft token, and of each relative to the one before, unseen
-LEAST_ACCEPTED, MOST_ACCEPTED = 0.02, 0.98
+FIRST_ACCEPTED, DEEPER = 0.7, 0.98  # acceptance of the first draft token, of each relative to the one before, unseen
+LEAST_ACCEPTED = 0.02  # and rejected
 SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together
 REPORT_MEMORY = 600.0  # reports of a worker after which histograms have faded to 1/e
 OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
-PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for
+PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for, and all batch sizes in the class mix of one
 UNSEEN_NGRAM = 1.05  # steps per token of n-gram arms, relative to the same length, before any output was evaluated
 OVERDISPERSION = 2.0  # variance of accepted runs relative to independent sequences: requests stay easy or hard
-OUTPUT_SD = 0.3  # of the log ratio of two arms' steps through one output
-SPEED_SD = 0.5  # of the log tokens per step of one output
+OUTPUT_SD = 0.4  # of the log tokens per step of one output, and of their ratio for two arms
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 # Two-sided CUSUM per class: allowance and threshold in standard deviations, the largest step, and what is remembered
 # after it fires.
@@ -138,7 +134,7 @@ class TokenEvidence:
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
         kind, values = output.request_class, _by_arm(output, self.steps.shape[2])
-        z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / SPEED_SD
+        z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / OUTPUT_SD
         changes = self._detect(1, kind, z) if self.outputs[kind] > 8 else []
         fade = np.exp(-1.0 / OUTPUT_MEMORY)
         whole = output.num_output_tokens / output.num_tokens
@@ -185,7 +181,7 @@ def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.nda
             value = survival[at] / max(survival[at - 1] if at else 1.0, 1e-9)
         else:
             value = accepted[-1] * DEEPER if at else FIRST_ACCEPTED
-        accepted.append(min(max(value, LEAST_ACCEPTED), MOST_ACCEPTED))
+        accepted.append(min(max(value, LEAST_ACCEPTED), 1.0 - LEAST_ACCEPTED))
     return np.array(accepted)
 
 
@@ -210,7 +206,7 @@ def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray
     accepted = np.zeros(len(reached))
     for at, prior in enumerate(unseen.tolist()):
         if at:
-            prior = min(max(accepted[at - 1] * prior / unseen[at - 1], LEAST_ACCEPTED), MOST_ACCEPTED)
+            prior = min(max(accepted[at - 1] * prior / unseen[at - 1], LEAST_ACCEPTED), 1.0 - LEAST_ACCEPTED)
         accepted[at] = (passed[at] + SHRINKAGE * prior) / (reached[at] + SHRINKAGE)
     return accepted
 
@@ -230,7 +226,7 @@ def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray) -> 
 
     ngram, length: of the arms that they are compared with, [n].
     """
-    accepted = np.clip(ratios.accepted.mean(axis=0), LEAST_ACCEPTED, MOST_ACCEPTED)
+    accepted = np.clip(ratios.accepted.mean(axis=0), LEAST_ACCEPTED, 1.0 - LEAST_ACCEPTED)
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
     deeper = np.maximum(sums[:, None] - sums[:-1], 0.0)  # tokens from positions i on, [lengths, positions]
     share = deeper / (1.0 + sums)[:, None]
