@@ -7,7 +7,6 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.cli.doctor import examine
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
 from speclen.v1 import control_pb2 as pb
@@ -294,17 +293,3 @@ def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
             assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
 
     run(story)
-
-
-@controller_story(stored=True, commit_interval_s=0.05)
-async def test_two_machines_with_one_name_are_told(at, tmp_path):
-    other = pb.ContextKey(target="t", draft="d", device="cuda:other", dtype="float32")
-    await at.stub.RegisterWorker(registration(epoch=7, address="one:7080"))
-    await at.stub.RegisterWorker(registration(epoch=8, address="one:7080"))  # started again
-    assert not at.service.totals.drift
-    await at.stub.RegisterWorker(registration(epoch=9, address="two:7080", context=other))
-    assert at.service.totals.drift == {"worker": 1}
-    assert await at.service.journal.finish(10.0)
-    [finding] = [each for each in examine(tmp_path / "test.db") if each.check == "isolated workers"]
-    assert f"two workers call themselves w: {CONTEXT.device} at one:7080 and cuda:other at two:7080" in finding.found
-    assert "--worker-id" in finding.advice
