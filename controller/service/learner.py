@@ -127,10 +127,6 @@ class Learner:
                 log.error("a context starts anew", context=str(event.context), reason=event.detail)
             self.journal.note_drift(self.registry.contexts[event.context], event, self.last_group_id)
 
-    def note_drift(self, context: Context, factor: str, detail: str) -> None:
-        """Keep an event that the estimator does not know of."""
-        self._note((), [DriftEvent(context.key, factor, 1.0, detail)])
-
     def _take_probe(self, worker: Worker) -> None:
         """Ask for an exploratory arm for the worker's next steps; mostly there is none.
 

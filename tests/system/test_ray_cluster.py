@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +20,7 @@ from tests.support.store_rows import rows
 
 ray = pytest.importorskip("ray")
 
-SMALL = ["--threads", "1", "--backend", "torch", "--max-batch-size", "4"]
+SMALL = {"SPECLEN_WORKER_THREADS": "1", "SPECLEN_WORKER_BACKEND": "torch"}
 
 
 def free_address() -> str:
@@ -26,10 +28,11 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def up(address: str, http: str, data_dir, *more: str) -> subprocess.Popen[str]:
+def up(address: str, http: str, data_dir: Path) -> subprocess.Popen[str]:
     places = ["--listen", address, "--http-listen", http, "--data-dir", str(data_dir)]
-    command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", *more, *places, *SMALL]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", *places, "--max-batch-size", "4"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | SMALL)
 
 
 def test_a_fleet_serves_at_one_address_learns_and_leaves_nothing(tmp_path):
