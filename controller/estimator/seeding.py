@@ -9,7 +9,7 @@ from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import Evidence, solve
 from speclen.records import Limits, Profile
 
-CELL_SD = 1.0  # of the log step time of a profiled cell: dozens count as one step of a worker
+CELL_SD = 0.8  # of the log step time of a profiled cell: many count as one step of a worker
 
 
 def check_profile(profile: Profile, limits: Limits) -> None:
