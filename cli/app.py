@@ -50,12 +50,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
-    "export": (
-        "speclen.cli.transfer.export",
-        "export_state",
-        "Write what was learned as JSON, to move it between fleets.",
-    ),
-    "import": ("speclen.cli.transfer.import_state", "import_state", "Take over what another fleet learned."),
+    "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),

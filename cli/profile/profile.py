@@ -173,9 +173,7 @@ def export(
 @flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def import_(
-    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote, or a table."),
-    table_format: str = typer.Option("speclen", "--format", help="speclen, or the engine that the table is for."),
-    context: str = typer.Option("", help="With a table: part of the context's name to compare it with."),
+    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
     threads: int = THREADS,
     db: Path = DB,
@@ -185,14 +183,10 @@ def import_(
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
-    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant. A table of
-    vllm, tensorrt-llm, sglang or llama.cpp holds no times: it is compared with the lengths in use, and nothing is stored.
+    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant.
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
-    if table_format != "speclen":
-        compare_table(profile, table_format, db, context, as_json)
-        return
     from speclen.cli.profile.document import read_document
     from speclen.cli.profile.importing import check_same_context, find_destination
 
@@ -209,19 +203,6 @@ def import_(
         )
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
-
-
-def compare_table(path: Path, table_format: str, db: Path, context: str, as_json: bool) -> None:
-    """Show another engine's table beside the lengths in use. Raises UserError."""
-    from rich.console import Console
-
-    from speclen.cli.transfer import chosen
-
-    found = chosen.differences(chosen.table_from(path, table_format), db, context)
-    if as_json:
-        print(json.dumps(chosen.as_json(*found), indent=1))
-    else:
-        Console().print(chosen.as_matrix(*found))
 
 
 def models_of(settings: dict[str, Any]) -> dict[str, str]:

@@ -28,7 +28,6 @@ from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names, draft_of
 
-STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
@@ -159,14 +158,17 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
-        tell(f"starting the {child.name} on {child.address}")
+        tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":
-            child.wait_until_serving(STALL_TIMEOUT_S, tell)
-            tell("the controller is serving")
+            wait_for(child, tell)
     for child in children[1:]:
-        child.wait_until_serving(STALL_TIMEOUT_S, tell)
-        tell(f"the {child.name} is serving")
+        wait_for(child, tell)
+
+
+def wait_for(child: Child, tell: Callable[[str], None]) -> None:
+    child.wait_until_serving(say=tell)
+    tell(f"{child.name}: serving")
 
 
 def database_of(controller: str, client: Client) -> Path | None:
