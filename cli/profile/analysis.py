@@ -18,8 +18,8 @@ class BatchAnalysis:
 
     ms_per_token: measured, by length. best_length: the least of them. paper_length, estimator_length: what the paper's
     model and our estimator choose from the same profile, None where they cannot. *_excess: how much slower than the
-    best measured length that choice is, by the measurements; None where it was not measured. paper_optimum,
-    paper_ceiling: real lengths, see speclen.cli.profile.paper_model.
+    best measured length that choice is, by the measurements; None where it was not measured. paper_ceiling: no longer
+    length can be best by the paper's model.
     """
 
     batch_size: int
@@ -27,7 +27,6 @@ class BatchAnalysis:
     ms_per_token: dict[int, float]
     best_length: int
     paper_length: int | None
-    paper_optimum: float | None
     paper_ceiling: float | None
     paper_excess: float | None
     estimator_length: int | None
@@ -64,7 +63,7 @@ def analyse(document: ProfileDocument) -> Analysis:
     profile = document.profile
     paper, failure = None, ""
     try:
-        paper = fit(profile.cells, profile.survival, document.draft_pass_s)
+        paper = fit(profile.cells, profile.survival)
     except ValueError as error:
         failure = str(error)
     chosen = estimator_lengths(document)
@@ -87,7 +86,6 @@ def _analyse_batch(profile: Profile, batch_size: int, paper: PaperModel | None, 
         ms_per_token=times,
         best_length=best,
         paper_length=paper_length,
-        paper_optimum=paper.optimum(batch_size) if paper is not None else None,
         paper_ceiling=paper.ceiling(batch_size) if paper is not None else None,
         paper_excess=excess(paper_length),
         estimator_length=estimator,

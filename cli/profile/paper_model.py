@@ -5,10 +5,7 @@
     draft pass                          t_S
     time per token                      (t_L(b, s) + s * t_S) / (l(s) + 1)
 
-A profile of whole steps shows the slope A_b = alpha_b + t_S and beta; alpha_b and t_S apart only where the draft pass
-was timed as well. The optimum depends on A_b, beta, c and gamma alone: with the derivative set to zero,
-
-    A * c * (1 - gamma) * s**gamma - beta * c * gamma * s**(gamma - 1) + A = 0.
+A profile of whole steps shows the slope A_b = alpha_b + t_S and beta, on which the best length depends.
 """
 
 from __future__ import annotations
@@ -21,23 +18,19 @@ import numpy as np
 
 from speclen.records import ProfileCell
 
-# The optimum may lie beyond the profiled lengths; further out than this the power law says nothing.
-LONGEST = 64
-
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
     """Fitted constants. Times in seconds; slope_s[b] is A_b, the time that one more draft token costs at batch size b.
 
-    draft_pass_s: t_S where it was timed, else None. step_error: root mean square of the relative error over the cells.
-    accepted_error: the same for l(s) over the profiled lengths.
+    step_error: root mean square of the relative error over the cells. accepted_error: the same for l(s) over the profiled
+    lengths.
     """
 
     c: float
     gamma: float
     beta_s: float
     slope_s: dict[int, float]
-    draft_pass_s: float | None
     step_error: float
     accepted_error: float
 
@@ -51,43 +44,21 @@ class PaperModel:
     def s_per_token(self, batch_size: int, length: float) -> float:
         return self.step_s(batch_size, length) / (1.0 + self.accepted(length))
 
-    def alpha_s(self, batch_size: int) -> float | None:
-        """Time that one more token costs the target at this batch size."""
-        return None if self.draft_pass_s is None else self.slope_s[batch_size] - self.draft_pass_s
-
     def best_length(self, batch_size: int, longest: int) -> int:
         """Whole length in 0..longest with the least time per token."""
         return min(range(longest + 1), key=lambda length: self.s_per_token(batch_size, length))
 
     def ceiling(self, batch_size: int) -> float:
-        """No length over beta * gamma / (A_b * (1 - gamma)) can be best, whatever c is: a bound without solving.
+        """No length over beta * gamma / (A_b * (1 - gamma)) can be best, whatever c is: docs/explanation/paper.md.
 
-        Dividing the optimum's equation by c * s**(gamma - 1) leaves A * (1 - gamma) * s = beta * gamma - a positive
-        term. Infinite where the step costs nothing more, or acceptance does not wear off.
+        Infinite where the step costs nothing more, or acceptance does not wear off.
         """
         if self.gamma >= 1 or self.slope_s[batch_size] == 0:
             return math.inf
         return max(0.0, self.beta_s * self.gamma / (self.slope_s[batch_size] * (1 - self.gamma)))
 
-    def optimum(self, batch_size: int) -> float:
-        """Real length at which the time per token stops falling, in 0..64; 0 where it never falls below length 0's.
 
-        The derivative changes its sign once from negative to positive when gamma < 1, so bisection finds the root.
-        """
-        low, high = 1e-6, float(LONGEST)
-        if self._derivative_sign(batch_size, high) < 0:
-            return high
-        while high - low > 1e-6:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._derivative_sign(batch_size, middle) < 0 else (low, middle)
-        return high if self.s_per_token(batch_size, high) < self.s_per_token(batch_size, 0) else 0.0
-
-    def _derivative_sign(self, batch_size: int, length: float) -> float:
-        slope, c, gamma = self.slope_s[batch_size], self.c, self.gamma
-        return slope * c * (1 - gamma) * length**gamma - self.beta_s * c * gamma * length ** (gamma - 1) + slope
-
-
-def fit(cells: Sequence[ProfileCell], survival: Sequence[float], draft_pass_s: float | None = None) -> PaperModel:
+def fit(cells: Sequence[ProfileCell], survival: Sequence[float]) -> PaperModel:
     """Fit the model to step times and survival by least squares of relative errors.
 
     Raises ValueError when the profile has fewer than two lengths over 0, or nothing was ever accepted.
@@ -106,7 +77,6 @@ def fit(cells: Sequence[ProfileCell], survival: Sequence[float], draft_pass_s: f
         gamma=gamma,
         beta_s=beta_s,
         slope_s=slope_s,
-        draft_pass_s=draft_pass_s,
         step_error=_root_mean_square(np.array(steps)),
         accepted_error=_root_mean_square(c * lengths**gamma / accepted - 1),
     )

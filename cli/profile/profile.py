@@ -137,7 +137,7 @@ def plot(
     out: Path = typer.Option(Path("profile.png"), help="File to draw into: .png, .svg or .pdf."),
     db: Path = DB,
 ) -> None:
-    """Draw a profile: time per token, survival, and step times with the fitted model.
+    """Draw a profile: time per token by length, with the best length of each batch size.
 
     Example: speclen profile plot latest --out profile.svg
     """

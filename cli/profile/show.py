@@ -10,7 +10,7 @@ from rich.text import Text
 
 from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_tokens
 from speclen.cli.profile.document import ProfileDocument
-from speclen.cli.profile.paper_model import LONGEST, PaperModel
+from speclen.cli.profile.paper_model import PaperModel
 
 
 def console() -> Console:
@@ -70,36 +70,25 @@ def survival_line(document: ProfileDocument) -> str:
 
 
 def paper_lines(paper: PaperModel) -> str:
-    apart = ""
-    if paper.draft_pass_s is not None:
-        alphas = ", ".join(f"{size}: {1e3 * (paper.alpha_s(size) or 0):.3g}" for size in paper.slope_s)
-        apart = f"; draft pass t_S {1e3 * paper.draft_pass_s:.3g} ms, so alpha_b in ms by batch size: {alphas}"
     slopes = ", ".join(f"{size}: {1e3 * slope:.3g}" for size, slope in paper.slope_s.items())
     accepted = f"accepted {paper.c:.3g} * s^{paper.gamma:.3g} (error {paper.accepted_error:.1%})"
     step = f"step {1e3 * paper.beta_s:.3g} ms + s * A_b (error {paper.step_error:.1%})"
-    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}{apart}"
+    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}"
 
 
 def choice_table(analysis: Analysis) -> Table:
     table = Table()
-    for name in ("batch", "measured", "paper's model", "its optimum", "its ceiling", "our estimator"):
+    for name in ("batch", "measured", "paper's model", "its ceiling", "our estimator"):
         table.add_column(name, justify="right")
     for batch in analysis.batches:
         table.add_row(
             str(batch.batch_size),
             str(batch.best_length),
             choice(batch.paper_length, batch.paper_excess),
-            within(batch.paper_optimum),
-            within(batch.paper_ceiling),
+            "" if batch.paper_ceiling is None else f"{batch.paper_ceiling:.3g}",
             choice(batch.estimator_length, batch.estimator_excess),
         )
     return table
-
-
-def within(length: float | None) -> str:
-    if length is None:
-        return ""
-    return f"over {LONGEST}" if length >= LONGEST else f"{length:.2f}"
 
 
 def choice(length: int | None, excess: float | None) -> str:
