@@ -46,7 +46,7 @@ VERBS: Verbs = {
     ),
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
-    "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
+    "restore": ("speclen.cli.backup", "restore", "Make a backup the database again."),
     "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
@@ -54,11 +54,12 @@ VERBS: Verbs = {
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.
 PROTECTION = ("ca", "cert", "key", "token_file")
-CLIENTS: dict[str, tuple[str, ...]] = {
-    "generate": ("worker", *PROTECTION),
-    "top": ("worker", *PROTECTION),
-    "profile": ("controller", *PROTECTION),
-    "up": PROTECTION,
+CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("generate",): ("worker", *PROTECTION),
+    ("top",): ("worker", *PROTECTION),
+    ("profile", "run"): ("controller", *PROTECTION),
+    ("profile", "import"): ("controller", *PROTECTION),
+    ("up",): PROTECTION,
 }
 CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
@@ -115,19 +116,15 @@ def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
 def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
     """Settings of all clients under each of their verbs: the verb's own first, then the environment's, then [client]'s."""
     of_all = defaults.pop("client", {})
-    variables = {name: os.environ.get(f"SPECLEN_CLIENT_{name.upper()}") for name in CLIENT_SETTINGS}
+    of_all |= {name: value for name in CLIENT_SETTINGS if (value := os.environ.get(f"SPECLEN_CLIENT_{name.upper()}"))}
     for verb, names in CLIENTS.items():
-        given = {name: of_all[name] for name in names if name in of_all}
-        given |= {name: value for name in names if (value := variables[name])}
-        given |= defaults.get(verb, {})
-        if verb in ("generate", "top") and isinstance(given.get("worker"), str):
+        given = defaults
+        for name in verb:
+            given = given.setdefault(name, {})
+        given |= {name: of_all[name] for name in names if name in of_all and name not in given}
+        if verb in (("generate",), ("top",)) and isinstance(given.get("worker"), str):
             workers = given["worker"].replace(",", " ").split()
-            given["worker"] = workers if verb == "top" else ",".join(workers)  # `top` takes the flag several times
-        if verb == "profile":
-            of_subcommands = {name: given.pop(name) for name in names if name in given}
-            for subcommand in ("run", "import"):
-                given[subcommand] = of_subcommands | given.get(subcommand, {})
-        defaults[verb] = given
+            given["worker"] = workers if verb == ("top",) else ",".join(workers)  # `top` takes the flag several times
     return defaults
 
 

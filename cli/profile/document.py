@@ -97,9 +97,9 @@ def read_document(path: Path) -> ProfileDocument:
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
+        raise UserError(f"cannot read the profile {path} ({error.strerror}): name a file, an id or latest") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON ({error}): name a file of `speclen profile run`") from error
     try:
         return parse_document(content)
     except (InvalidMessageError, KeyError, TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ def plot(document: ProfileDocument, analysis: Analysis, out: Path) -> None:
     Raises UserError when matplotlib is missing, the suffix is unknown or the file cannot be written.
     """
     if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{out}: the plot's format follows the name, use .png, .svg or .pdf")
+        raise UserError(f"{out} names no format for a plot: use .png, .svg or .pdf")
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -36,4 +36,4 @@ def plot(document: ProfileDocument, analysis: Analysis, out: Path) -> None:
     try:
         figure.savefig(out, dpi=130)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
+        raise UserError(f"cannot write {out} ({error.strerror}): choose another place") from error

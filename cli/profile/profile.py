@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from speclen.cli.profile.analysis import analyse, analysis_json
+from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
+from speclen.cli.profile.importing import Destination, check_same_context, find_destination
+from speclen.cli.profile.plot import plot as draw
+from speclen.cli.profile.show import show as show_tables
 from speclen.cli.support.client import SECURITY, ClientConfig, client_from
 from speclen.cli.support.database import DATABASE
 from speclen.cli.support.errors import UserError, say, wrapped
@@ -19,9 +24,7 @@ from speclen.cli.support.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
-if TYPE_CHECKING:
-    from speclen.cli.profile.document import ProfileDocument
-    from speclen.cli.profile.importing import Destination
+if TYPE_CHECKING:  # what imports torch is imported where it is used, after `set_spins`
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.settings import ProfileSettings
 
@@ -73,8 +76,6 @@ def run(
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    from speclen.cli.profile.importing import find_destination
-
     if out is not None:
         check_place(out)
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
@@ -93,7 +94,6 @@ def measured(
     pair: ModelPair, plan: ProfileSettings, prompts: Path | None, source: str, folder: Path, out: Path | None
 ) -> ProfileDocument:
     """A new profile, kept in `out` or in the folder. Raises UserError."""
-    from speclen.cli.profile.document import write_document
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
@@ -128,7 +128,7 @@ def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
 
     Example: speclen profile show latest
     """
-    present(found(profile, db), as_json)
+    present(find_profile(profile, db), as_json)
 
 
 @app.command()
@@ -141,10 +141,7 @@ def plot(
 
     Example: speclen profile plot latest --out profile.svg
     """
-    from speclen.cli.profile.analysis import analyse
-    from speclen.cli.profile.plot import plot as draw
-
-    document = found(profile, db)
+    document = find_profile(profile, db)
     draw(document, analyse(document), out)
     print(out)
 
@@ -159,9 +156,7 @@ def export(
 
     Example: speclen profile export latest --out profile.json
     """
-    from speclen.cli.profile.document import write_document
-
-    content = found(profile, db).to_json()
+    content = find_profile(profile, db).to_json()
     if out is None:
         print(json.dumps(content, indent=1))
     else:
@@ -187,9 +182,6 @@ def import_(
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
-    from speclen.cli.profile.document import read_document
-    from speclen.cli.profile.importing import check_same_context, find_destination
-
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
     from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
@@ -224,16 +216,7 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str, weights
     return pair
 
 
-def found(profile: str, db: Path) -> ProfileDocument:
-    from speclen.cli.profile.document import find_profile
-
-    return find_profile(profile, db)
-
-
 def present(document: ProfileDocument, as_json: bool) -> None:
-    from speclen.cli.profile.analysis import analyse, analysis_json
-    from speclen.cli.profile.show import show as show_tables
-
     analysis = analyse(document)
     if as_json:
         print(json.dumps(analysis_json(document, analysis), indent=1))

@@ -19,7 +19,7 @@ CLOSE = 0.75  # how alike two names are when one is a misspelling of the other
 
 
 def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Callable[[str], Iterable[str]]) -> None:
-    """Raises UserError for a variable that is no setting but means to be one, and says which it is near to.
+    """Raises UserError for a variable that is not a setting but means to be one, and says which it is near to.
 
     verbs: what may follow SPECLEN_. settings: names of the settings of a verb, asked for only where a variable needs it.
     What is far from all of ours is somebody else's, and left alone.
@@ -32,9 +32,9 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
         if prefix is not None:
             known = {setting.replace("-", "_").upper() for setting in settings(prefixes[prefix])}
             if name.removeprefix(prefix) not in known:
-                raise UserError(f"the environment variable {name} is no setting{nearest(name, prefix, known)}")
+                raise UserError(f"the environment variable {name} is not a setting{nearest(name, prefix, known)}")
         elif name not in OTHERS and (meant := nearest_name(name, prefixes)):
-            raise UserError(f"the environment variable {name} is no setting; did you mean {meant}?")
+            raise UserError(f"the environment variable {name} is not a setting; did you mean {meant}?")
 
 
 def nearest(name: str, prefix: str, known: set[str]) -> str:

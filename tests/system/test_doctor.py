@@ -127,7 +127,7 @@ def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     found = {finding.check: finding for finding in examine(path)}
-    assert (found["writer"].status, found["writer"].found) == ("warning", "cannot be told (Permission denied)")
+    assert (found["writer"].status, found["writer"].found) == ("warning", "unknown (Permission denied)")
     assert found["integrity"].status == "ok"
 
 
