@@ -76,7 +76,7 @@ def test_a_profile_goes_to_a_guarded_controller(guarded: Child, made: Certificat
     [
         ("authority", None, "wants a token: give the file that holds it with --token-file"),
         ("authority", "wrong", "rejects the token in"),
-        ("stranger", "right", "is not one that --ca"),
+        ("stranger", "right", "does not verify the controller at"),
         (None, "right", "if it has TLS, give --ca"),
     ],
 )
