@@ -53,14 +53,14 @@ class ProfileDocument:
             "details": self.details,
         }
 
-    def to_request(self, context: ContextKey, as_prior: bool) -> pb.ImportProfileRequest:
+    def to_request(self, context: ContextKey) -> pb.ImportProfileRequest:
         """The call that seeds `context` with this profile."""
         return pb.ImportProfileRequest(
             context=pb.ContextKey(**context._asdict()),
             cells=[pb.ProfileCell(**cell._asdict()) for cell in self.profile.cells],
             survival=self.profile.survival,
             num_survival_rows=self.profile.num_survival_rows,
-            as_prior=as_prior or self.profile.as_prior,
+            as_prior=self.profile.as_prior or context != self.context,
             source=self.profile.source[:256],
         )
 

@@ -108,7 +108,7 @@ def measured(
 
 
 def hand_over(document: ProfileDocument, destination: Destination) -> None:
-    profile_id = destination.take(document.to_request(document.context, as_prior=False))
+    profile_id = destination.take(document.to_request(document.context))
     say(f"profile {profile_id} in {destination}")
 
 
@@ -188,7 +188,7 @@ def import_(
 
     here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
-    profile_id = destination.take(document.to_request(here, as_prior))
+    profile_id = destination.take(document.to_request(here))
     if as_json:
         print(
             json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": here._asdict()})

@@ -260,7 +260,7 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
 
 def own_import(db: Path, key: ContextKey = KEY) -> int:
     """Import a made-up profile while no controller runs."""
-    return Destination(db, "", Client()).take(document(1.0).to_request(key, as_prior=False))
+    return Destination(db, "", Client()).take(document(1.0).to_request(key))
 
 
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

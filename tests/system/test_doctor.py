@@ -212,7 +212,7 @@ def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID - 1}")
     assert statuses(path) == {"file": "failed"}
-    assert advice(path, "file").startswith("start a new one with --db, or `speclen export`")
+    assert advice(path, "file").startswith("start a new one with --db")
 
 
 def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(tmp_path):
