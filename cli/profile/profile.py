@@ -124,7 +124,7 @@ def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budge
 
 @app.command()
 def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
-    """Show a profile: time per token, survival, and what the paper's model and our estimator make of it.
+    """Show a profile: time per token, what our estimator selects from it, and survival.
 
     Example: speclen profile show latest
     """
