@@ -243,12 +243,6 @@ def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
     assert low >= 0.8 * least > 0
 
 
-def test_large_batches_do_not_flatten_small_ones(database):
-    """Their tokens take many times as long; beside plain decoding at the same batch size all begin at 1."""
-    rows = chart_rows(database, CHARTS["learned/curves"], "")
-    assert {row["gain"] for row in rows if row["speculation_length"] == 0} == {1.0}
-
-
 def test_an_arm_with_n_grams_is_shown_where_it_is_in_use(database):
     used = estimate(0, ngram=True, step_s=0.012, expected_tokens=4.0, is_best=True)
     previous = {"previous_speculation_length": 2, "previous_ngram": False}
@@ -279,20 +273,3 @@ def test_arms_are_shown_from_when_to_when(database):
     last, first = [bar for bar in chart_rows(database, CHARTS["learned/arms"], "") if bar["size"] == 4]
     assert (first["arm"], last["arm"]) == ("draft 2", "draft 1")
     assert first["until"] == last["since"] < last["until"]
-
-
-def test_hours_are_counted_to_24():
-    """The library's own axis reads 04 PM."""
-    axes = [axis for name in DRAWN for axis in time_axes(CHARTS[name]["display"])]
-    assert len(axes) == 3
-    for axis in axes:
-        assert {axis["format"][unit] for unit in ("hours", "minutes")} == {"%H:%M"}
-
-
-def time_axes(display: object) -> list[dict]:
-    if isinstance(display, list):
-        return [axis for one in display for axis in time_axes(one)]
-    if not isinstance(display, dict):
-        return []
-    own = [display["axis"]] if display.get("type") == "temporal" else []
-    return own + [axis for one in display.values() for axis in time_axes(one)]
