@@ -89,15 +89,6 @@ def test_a_stable_life_resets_the_pause(tmp_path):
     assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
 
 
-def test_a_killed_child_is_said_to_be_killed(tmp_path):
-    one = child(tmp_path, ["up", "--help"])
-    one.start()
-    assert one.process is not None
-    one.process.send_signal(signal.SIGKILL)
-    one.process.wait(30)
-    assert "SIGKILL" in (one.restart_if_dead(one.started_at) or "")
-
-
 def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
     """Its last remark was told in place of the signal, or the last line of another run."""
     one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
