@@ -39,7 +39,7 @@ DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controll
 CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
-MODELS = ("target", "draft", "device", "dtype", "weights")  # of `load`
+MODELS = ("target", "draft", "device", "dtype")  # of `load`
 
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
@@ -229,14 +229,14 @@ def models_of(settings: dict[str, Any]) -> dict[str, str]:
     return {name: settings[name] for name in MODELS}
 
 
-def load(threads: int, target: str, draft: str, device: str, dtype: str, weights: str) -> ModelPair:
+def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:
     """The pair, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
     try:
-        pair = load_pair(target, draft_of(target, draft) or None, device, dtype, weights)
+        pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
     set_threads(threads, pair)

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 import speclen.worker.profiling.profiler
-from speclen.records import Arm, Limits, StepRecord
-from speclen.v1 import control_pb2 as pb
+from speclen.records import Arm, StepRecord
 from speclen.worker.backends.passes import StepRows
-from speclen.worker.config import WorkerConfig
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling import seeding
-from speclen.worker.profiling.profiler import Profiler, quick_profile
+from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
-from speclen.worker.profiling.settings import ProfileSettings, fit_settings
-from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from tests.support import tiny_models
-from tests.support.engines import make_pair
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=20.0, precision=0.6, prompt_tokens=(8, 24))
@@ -162,18 +155,10 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     assert {key[0] for key in keys(samples)} == {1, 2}
 
 
-def test_a_quick_profile_keeps_its_time_and_covers_every_batch_size(pair: ModelPair) -> None:
-    start = time.monotonic()
-    result = quick_profile(pair, max_batch_size=6, max_length=4, budget_s=1.5)
-    assert time.monotonic() - start < 30.0
-    assert {cell.batch_size for cell in result.cells} == {1, 2, 4, 6}
-    assert {cell.speculation_length for cell in result.cells} <= {0, 1, 2, 3, 4}
-    assert len(result.survival) == 4
-
-
 def test_without_draft_only_plain_decoding_is_profiled(folders: tuple[str, str]) -> None:
     pair = load_pair(folders[0], None, "cpu", "float32")
-    result = quick_profile(pair, max_batch_size=2, max_length=8, budget_s=1.0)
+    with profiler(pair, quick_settings(2, 0, budget_s=1.0)) as running:
+        result = running.run().result()
     assert {cell.speculation_length for cell in result.cells} == {0}
     assert result.survival == ()
     with pytest.raises(ValueError, match="need a draft"):
@@ -187,16 +172,3 @@ def test_settings_are_cut_to_the_context_or_refused(pair: ModelPair) -> None:
     for wrong in ((), (2, 1), (1, 1), (0, 1)):
         with pytest.raises(ValueError, match="batch sizes"):
             fit_settings(pair, ProfileSettings(batch_sizes=wrong))
-
-
-def test_a_worker_whose_profile_fails_serves_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the standard library's sources there are no prompts, and the worker ended by that."""
-    monkeypatch.setattr(seeding, "knows_context", lambda *_: False)
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "held_out_texts", list)
-    config = WorkerConfig(controller="127.0.0.1:1", quick_profile_s=1.0)
-    card = WorkerCard("w", 1, pb.ContextKey(), Limits(2, 2), "127.0.0.1:1", "adaptive")
-    told: list[str] = []
-    with capture_logs() as logs:
-        seeding.seed_controller(config, make_pair(), card, told.append)
-    assert [line["event"] for line in logs] == ["no profile could be measured; going on without"]
-    assert len(told) == 1

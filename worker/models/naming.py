@@ -12,7 +12,6 @@ from pathlib import Path
 
 BACKENDS = ("auto", "torch", "openvino")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("full", "int8")
 KEYS = ("hidden", "layers", "heads", "ffn")
 
 

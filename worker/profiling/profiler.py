@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -22,25 +21,15 @@ from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.profiling.samples import ProfileResult, ProfileSamples
-from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings, fit_settings, quick_settings
+from speclen.worker.profiling.prompts import PromptSource
+from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings, fit_settings
 from speclen.worker.profiling.stats import Key, expected_tokens_error
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 # Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
 ANSWER_TOKENS = 160
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-
-
-def quick_profile(
-    pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0, backend: str = "auto"
-) -> ProfileResult:
-    """A profile in at most `budget_s`, for a worker in a new context."""
-    settings = quick_settings(max_batch_size, max_length if pair.draft is not None else 0, budget_s)
-    settings = replace(settings, backend=backend)
-    with Profiler(pair, settings, PromptSource(pair.tokenizer, held_out_texts())) as profiler:
-        return profiler.run().result()
 
 
 class Profiler:
