@@ -190,31 +190,6 @@ def test_chunks_are_not_held_back(worker):
         assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
-    content = json.dumps({"prompt": "a", "max_tokens": 250, "ignore_eos": True}).encode()
-    request = completion(content)
-    with connected(worker) as one:
-        one.sendall(request * 3)
-        until(lambda: worker.engine.load().num_running)
-    ended = worker.engine.load().num_generated_tokens
-    until_idle(worker.engine)
-    assert worker.engine.load().num_generated_tokens < ended + 200
-
-
-def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(worker):
-    content = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True}).encode()
-    request = completion(content)
-    for ahead in (request, request[:40], b"\x00 nonsense\r\n\r\n", request * 50):
-        with connected(worker) as one:
-            one.sendall(request + ahead)
-            answer = b""
-            while piece := one.recv(65_536):
-                answer += piece
-            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
-            assert b"connection: close" in answer.lower()
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
-
-
 def test_hundreds_of_disconnects_leave_nothing_behind(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     request = completion(content)
