@@ -24,7 +24,7 @@ FORMAT, VERSION = "speclen-profile", 1
 class ProfileDocument:
     """A whole profile and the context it was measured in.
 
-    draft_pass_s, context_slope_s: None where they are not known. details: how it was measured, for people: machine,
+    draft_pass_s: None where it is not known. details: how it was measured, for people: machine,
     settings, command and commit; nothing of it is needed to use the profile.
     """
 
@@ -32,7 +32,6 @@ class ProfileDocument:
     profile: Profile
     measured_at: str
     draft_pass_s: float | None = None
-    context_slope_s: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +48,6 @@ class ProfileDocument:
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
             "draft_pass_s": self.draft_pass_s,
-            "context_slope_s": self.context_slope_s,
             "details": self.details,
         }
 
@@ -67,16 +65,11 @@ class ProfileDocument:
 
 def from_result(context: ContextKey, result: ProfileResult, source: str, details: dict[str, Any]) -> ProfileDocument:
     """A profile that was measured just now."""
-    cells = tuple(
-        ProfileCell(c.batch_size, c.speculation_length, c.step_s, c.step_s_stderr, c.num_steps, c.mean_context_length)
-        for c in result.cells
-    )
     return ProfileDocument(
         context=context,
-        profile=Profile(cells, result.survival, result.num_survival_rows, source=source),
+        profile=Profile(result.cells, result.survival, result.num_survival_rows, source=source),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         draft_pass_s=result.draft_pass_s,
-        context_slope_s=result.context_slope_s,
         details=details | {"elapsed_s": round(result.elapsed_s, 1), "largest_batch_size": result.largest_batch_size},
     )
 
@@ -124,7 +117,6 @@ def parse_document(content: dict[str, Any]) -> ProfileDocument:
         profile=read_profile(request),
         measured_at=str(content.get("measured_at", "")),
         draft_pass_s=content.get("draft_pass_s"),
-        context_slope_s=content.get("context_slope_s"),
         details=dict(content.get("details", {})),
     )
 

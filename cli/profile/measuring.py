@@ -24,7 +24,7 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
-from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
+from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.reporting.identity import context_key
 
 
@@ -41,7 +41,7 @@ def file_stem(context: ContextKey) -> str:
 
 
 def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source: str) -> ProfileDocument:
-    """Measure until every cell is certain or time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
+    """Measure until the time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
     context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
     try:
         with (
@@ -71,14 +71,9 @@ def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_
 
 
 @contextmanager
-def progress_bar(settings: ProfileSettings) -> Iterator[Callable[[ProfileProgress], None]]:
-    """A bar on stderr with the time left at most."""
-    columns = (TextColumn("profiling"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
+def progress_bar(settings: ProfileSettings) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr."""
+    columns = (TextColumn("profiling"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("profile", total=settings.budget_s, state="")
-
-        def report(progress: ProfileProgress) -> None:
-            state = f"at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
-            bar.update(task, completed=progress.elapsed_s, state=state)
-
-        yield report
+        task = bar.add_task("profile", total=settings.budget_s)
+        yield lambda elapsed_s: bar.update(task, completed=elapsed_s)

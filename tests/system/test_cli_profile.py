@@ -59,7 +59,7 @@ def models(folders: tuple[str, str]) -> list[object]:
 def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a database, into which one profile was run."""
     data = tmp_path_factory.mktemp("data")
-    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4, "--precision", 0.5]
+    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4]
     result = call("run", *models(folders), *grid, "--data-dir", data, "--db", data / "s.db", "--out", data / "p.json")
     assert result.exit_code == 0
     assert "gain over 0" in result.stdout

@@ -22,7 +22,7 @@ from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
-GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=20.0, precision=0.6, prompt_tokens=(8, 24))
+GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
 ALL_CELLS = [(b, s) for b in GRID.batch_sizes for s in GRID.lengths]
 
 
@@ -51,9 +51,7 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     assert samples.largest_batch_size is None
     result = samples.result()
     for cell in result.cells:
-        assert cell.num_visits >= GRID.min_visits
         assert 0 < cell.step_s < 1
-        assert cell.relative_error <= GRID.precision
     # A longer speculation costs more passes: the order holds whatever the machine does besides.
     for size in GRID.batch_sizes:
         times = [cell.step_s for cell in result.cells if cell.batch_size == size]
@@ -65,7 +63,7 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
 def test_survival_is_that_of_serving(pair: ModelPair) -> None:
     """Against 40 requests served at length 3. Both are shares of some thousand rows that come in correlated runs of a
     few dozen prompts: 0.2 is far more than they differ, and far less than an off-by-one in positions would."""
-    settings = ProfileSettings((4,), (0, 3), budget_s=2.0, precision=0.05, prompt_tokens=(16,))
+    settings = ProfileSettings((4,), (0, 3), budget_s=2.0, prompt_tokens=(16,))
     with profiler(pair, settings) as running:
         profiled = running.run().result()
 
@@ -98,7 +96,7 @@ def test_the_largest_batch_that_fits_in_kv_memory_is_found_and_said(
     row = GRID.prompt_tokens[-1] + added + GRID.lengths[-1]
     short = functools.partial(EngineConfig, max_kv_tokens=int(3.5 * row))
     monkeypatch.setattr(speclen.worker.profiling.profiler, "EngineConfig", short)
-    one_prompt = ProfileSettings(GRID.batch_sizes, GRID.lengths, precision=0.5, prompt_tokens=(24,))
+    one_prompt = ProfileSettings(GRID.batch_sizes, GRID.lengths, budget_s=3.0, prompt_tokens=(24,))
     with profiler(pair, one_prompt) as running:
         samples = running.run()
     assert samples.largest_batch_size == 3

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from speclen.records import StepRecord
-from speclen.worker.profiling.stats import Key, MeasuredCell, context_slope, measured_cells, reference_context, survival
+from speclen.records import ProfileCell, StepRecord
+from speclen.worker.profiling.stats import Key, Step, measured_cell, survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +13,13 @@ class ProfileResult:
     """An offline profile.
 
     cells: measured ones only. survival[i]: probability that draft tokens 0..i are all accepted, from num_survival_rows[i]
-    rows. context_slope_s: seconds per step and token of context. draft_pass_s: mean time of a draft pass at batch size 1,
-    None if unknown. elapsed_s: measuring time. largest_batch_size: set when larger ones did not fit in memory.
+    rows. draft_pass_s: mean time of a draft pass at batch size 1, None if unknown. elapsed_s: measuring time.
+    largest_batch_size: set when larger ones did not fit in memory.
     """
 
-    cells: tuple[MeasuredCell, ...]
+    cells: tuple[ProfileCell, ...]
     survival: tuple[float, ...]
     num_survival_rows: tuple[int, ...]
-    context_slope_s: float
     draft_pass_s: float | None
     elapsed_s: float
     largest_batch_size: int | None = None
@@ -32,11 +29,11 @@ class ProfileResult:
 class ProfileSamples:
     """Single steps by cell, and accepted runs by length.
 
-    steps[batch size, length]: (latency_s, mean context length, number of the round) of every step. histograms[length][j]:
-    sequences that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
+    histograms[length][j]: sequences that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch
+    size 1.
     """
 
-    steps: dict[Key, list[tuple[float, float, int]]] = field(default_factory=dict)
+    steps: dict[Key, list[Step]] = field(default_factory=dict)
     histograms: dict[int, list[int]] = field(default_factory=dict)
     draft_s: float = 0.0
     num_draft_passes: int = 0
@@ -53,22 +50,12 @@ class ProfileSamples:
         for run, rows in enumerate(step.accepted_histogram):
             counts[run] += rows
 
-    def cells(self) -> list[MeasuredCell]:
-        return self._cells()[0]
-
-    def _cells(self) -> tuple[list[MeasuredCell], float]:
-        arrays = {key: np.array(values) for key, values in self.steps.items() if values}
-        slope = context_slope(arrays)
-        return measured_cells(arrays, slope, reference_context(arrays)), slope
-
     def result(self) -> ProfileResult:
-        cells, slope = self._cells()
         values, rows = survival(self.histograms)
         return ProfileResult(
-            cells=tuple(cells),
+            cells=tuple(measured_cell(key, steps) for key, steps in sorted(self.steps.items())),
             survival=tuple(values),
             num_survival_rows=tuple(rows),
-            context_slope_s=slope,
             draft_pass_s=self.draft_s / self.num_draft_passes if self.num_draft_passes else None,
             elapsed_s=self.elapsed_s,
             largest_batch_size=self.largest_batch_size,
