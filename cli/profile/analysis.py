@@ -64,7 +64,7 @@ def analyse(document: ProfileDocument) -> Analysis:
     profile = document.profile
     paper, failure = None, ""
     try:
-        paper = fit(profile.cells, profile.survival, document.draft_pass_s)
+        paper = fit(profile.cells, profile.survival)
     except ValueError as error:
         failure = str(error)
     chosen = estimator_lengths(document)

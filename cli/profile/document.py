@@ -24,14 +24,13 @@ FORMAT, VERSION = "speclen-profile", 1
 class ProfileDocument:
     """A whole profile and the context it was measured in.
 
-    draft_pass_s: None where it is not known. details: how it was measured, for people: machine,
+    details: how it was measured, for people: machine,
     settings, command and commit; nothing of it is needed to use the profile.
     """
 
     context: ContextKey
     profile: Profile
     measured_at: str
-    draft_pass_s: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -47,7 +46,6 @@ class ProfileDocument:
             "cells": [cell._asdict() for cell in profile.cells],
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
-            "draft_pass_s": self.draft_pass_s,
             "details": self.details,
         }
 
@@ -69,7 +67,6 @@ def from_result(context: ContextKey, result: ProfileResult, source: str, details
         context=context,
         profile=Profile(result.cells, result.survival, result.num_survival_rows, source=source),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        draft_pass_s=result.draft_pass_s,
         details=details | {"elapsed_s": round(result.elapsed_s, 1), "largest_batch_size": result.largest_batch_size},
     )
 
@@ -116,7 +113,6 @@ def parse_document(content: dict[str, Any]) -> ProfileDocument:
         context=ContextKey(**content["context"]),
         profile=read_profile(request),
         measured_at=str(content.get("measured_at", "")),
-        draft_pass_s=content.get("draft_pass_s"),
         details=dict(content.get("details", {})),
     )
 

@@ -5,8 +5,8 @@
     draft pass                          t_S
     time per token                      (t_L(b, s) + s * t_S) / (l(s) + 1)
 
-A profile of whole steps shows the slope A_b = alpha_b + t_S and beta; alpha_b and t_S apart only where the draft pass
-was timed as well. The optimum depends on A_b, beta, c and gamma alone: with the derivative set to zero,
+A profile of whole steps shows the slope A_b = alpha_b + t_S and beta. The optimum depends on A_b, beta, c and gamma
+alone: with the derivative set to zero,
 
     A * c * (1 - gamma) * s**gamma - beta * c * gamma * s**(gamma - 1) + A = 0.
 """
@@ -29,7 +29,7 @@ LONGEST = 64
 class PaperModel:
     """Fitted constants. Times in seconds; slope_s[b] is A_b, the time that one more draft token costs at batch size b.
 
-    draft_pass_s: t_S where it was timed, else None. step_error: root mean square of the relative error over the cells.
+    step_error: root mean square of the relative error over the cells.
     accepted_error: the same for l(s) over the profiled lengths.
     """
 
@@ -37,7 +37,6 @@ class PaperModel:
     gamma: float
     beta_s: float
     slope_s: dict[int, float]
-    draft_pass_s: float | None
     step_error: float
     accepted_error: float
 
@@ -50,10 +49,6 @@ class PaperModel:
 
     def s_per_token(self, batch_size: int, length: float) -> float:
         return self.step_s(batch_size, length) / (1.0 + self.accepted(length))
-
-    def alpha_s(self, batch_size: int) -> float | None:
-        """Time that one more token costs the target at this batch size."""
-        return None if self.draft_pass_s is None else self.slope_s[batch_size] - self.draft_pass_s
 
     def best_length(self, batch_size: int, longest: int) -> int:
         """Whole length in 0..longest with the least time per token."""
@@ -87,7 +82,7 @@ class PaperModel:
         return slope * c * (1 - gamma) * length**gamma - self.beta_s * c * gamma * length ** (gamma - 1) + slope
 
 
-def fit(cells: Sequence[ProfileCell], survival: Sequence[float], draft_pass_s: float | None = None) -> PaperModel:
+def fit(cells: Sequence[ProfileCell], survival: Sequence[float]) -> PaperModel:
     """Fit the model to step times and survival by least squares of relative errors.
 
     Raises ValueError when the profile has fewer than two lengths over 0, or nothing was ever accepted.
@@ -106,7 +101,6 @@ def fit(cells: Sequence[ProfileCell], survival: Sequence[float], draft_pass_s: f
         gamma=gamma,
         beta_s=beta_s,
         slope_s=slope_s,
-        draft_pass_s=draft_pass_s,
         step_error=_root_mean_square(np.array(steps)),
         accepted_error=_root_mean_square(c * lengths**gamma / accepted - 1),
     )

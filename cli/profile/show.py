@@ -70,14 +70,10 @@ def survival_line(document: ProfileDocument) -> str:
 
 
 def paper_lines(paper: PaperModel) -> str:
-    apart = ""
-    if paper.draft_pass_s is not None:
-        alphas = ", ".join(f"{size}: {1e3 * (paper.alpha_s(size) or 0):.3g}" for size in paper.slope_s)
-        apart = f"; draft pass t_S {1e3 * paper.draft_pass_s:.3g} ms, so alpha_b in ms by batch size: {alphas}"
     slopes = ", ".join(f"{size}: {1e3 * slope:.3g}" for size, slope in paper.slope_s.items())
     accepted = f"accepted {paper.c:.3g} * s^{paper.gamma:.3g} (error {paper.accepted_error:.1%})"
     step = f"step {1e3 * paper.beta_s:.3g} ms + s * A_b (error {paper.step_error:.1%})"
-    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}{apart}"
+    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}"
 
 
 def choice_table(analysis: Analysis) -> Table:

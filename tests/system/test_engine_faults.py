@@ -16,7 +16,7 @@ from speclen.records import Arm
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.requests.request import DrainingError, EngineFailedError, FinishReason, SequenceOutput
+from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
@@ -167,17 +167,6 @@ def test_a_failing_callback_is_the_callers_problem() -> None:
 
 
 # The engine's own end.
-
-
-def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
-    engine = make_engine()
-    collected = Collected()
-    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
-    engine.drain()
-    with pytest.raises(DrainingError, match="draining"):
-        engine.submit(request("y", PROMPT), collected)
-    finish(engine)
-    assert len(collected.ids("x")) == 10
 
 
 class Running:

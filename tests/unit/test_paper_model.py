@@ -24,10 +24,9 @@ def exact_cells() -> list[ProfileCell]:
 
 
 def test_constants_of_an_exact_profile_are_found() -> None:
-    model = fit(exact_cells(), accepted_increments(8), draft_pass_s=0.0008)
+    model = fit(exact_cells(), accepted_increments(8))
     assert (model.c, model.gamma, model.beta_s) == pytest.approx((C, GAMMA, BETA))
     assert model.slope_s == pytest.approx(SLOPE)
-    assert model.alpha_s(8) == pytest.approx(0.0026 - 0.0008)
     assert model.step_error < 1e-9
     assert model.accepted_error < 1e-9
 
@@ -50,9 +49,8 @@ def test_the_best_length_falls_as_the_batch_grows() -> None:
 
 
 def test_when_a_draft_token_costs_more_than_it_saves_the_best_length_is_zero() -> None:
-    model = PaperModel(0.3, 0.5, 0.01, {16: 0.02}, None, 0.0, 0.0)
+    model = PaperModel(0.3, 0.5, 0.01, {16: 0.02}, 0.0, 0.0)
     assert model.best_length(16, 8) == 0
-    assert model.alpha_s(16) is None
 
 
 def test_profiles_that_determine_nothing_are_refused() -> None:

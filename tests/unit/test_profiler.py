@@ -56,8 +56,6 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     for size in GRID.batch_sizes:
         times = [cell.step_s for cell in result.cells if cell.batch_size == size]
         assert times[0] < times[2]
-    assert result.draft_pass_s is not None
-    assert 0 < result.draft_pass_s < 1  # one number, that a busy moment may lengthen beyond a whole step's mean
 
 
 def test_survival_is_that_of_serving(pair: ModelPair) -> None:

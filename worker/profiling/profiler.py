@@ -15,7 +15,6 @@ from collections.abc import Callable
 import torch
 
 from speclen.records import PLAIN, Arm, StepFlag, StepRecord
-from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
@@ -53,8 +52,6 @@ class Profiler:
         self._num_submitted = 0
         self._failed = False  # True if the engine gave sequences up
         self._engine = self._make_engine(pair)
-        draft = self._engine.draft if pair.device.type == "cpu" else None
-        self._draft_clock = ForwardClock(draft)
         self._started = 0.0
 
     def __enter__(self) -> Profiler:
@@ -138,14 +135,10 @@ class Profiler:
         self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
-            draft_s, num_passes = self._draft_clock.seconds, self._draft_clock.num_forwards
             step = self._engine.step()
             if step is None or step.flags or (step.batch_size, step.arm) != (batch_size, Arm(length)):
                 continue
             self.samples.add(step)
-            if batch_size == 1:
-                self.samples.draft_s += self._draft_clock.seconds - draft_s
-                self.samples.num_draft_passes += self._draft_clock.num_forwards - num_passes
             num_measured += 1
             if num_measured == num_wanted:
                 return

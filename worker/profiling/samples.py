@@ -13,14 +13,13 @@ class ProfileResult:
     """An offline profile.
 
     cells: measured ones only. survival[i]: probability that draft tokens 0..i are all accepted, from num_survival_rows[i]
-    rows. draft_pass_s: mean time of a draft pass at batch size 1, None if unknown. elapsed_s: measuring time.
+    rows. elapsed_s: measuring time.
     largest_batch_size: set when larger ones did not fit in memory.
     """
 
     cells: tuple[ProfileCell, ...]
     survival: tuple[float, ...]
     num_survival_rows: tuple[int, ...]
-    draft_pass_s: float | None
     elapsed_s: float
     largest_batch_size: int | None = None
 
@@ -29,14 +28,11 @@ class ProfileResult:
 class ProfileSamples:
     """Single steps by cell, and accepted runs by length.
 
-    histograms[length][j]: sequences that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch
-    size 1.
+    histograms[length][j]: sequences that accepted exactly j.
     """
 
     steps: dict[Key, list[Step]] = field(default_factory=dict)
     histograms: dict[int, list[int]] = field(default_factory=dict)
-    draft_s: float = 0.0
-    num_draft_passes: int = 0
     elapsed_s: float = 0.0
     num_rounds: int = 0
     largest_batch_size: int | None = None
@@ -56,7 +52,6 @@ class ProfileSamples:
             cells=tuple(measured_cell(key, steps) for key, steps in sorted(self.steps.items())),
             survival=tuple(values),
             num_survival_rows=tuple(rows),
-            draft_pass_s=self.draft_s / self.num_draft_passes if self.num_draft_passes else None,
             elapsed_s=self.elapsed_s,
             largest_batch_size=self.largest_batch_size,
         )
