@@ -170,13 +170,12 @@ def test_a_failing_callback_is_the_callers_problem() -> None:
 
 
 class Running:
-    """An engine that runs on an EngineThread, and what its callers and its watcher are told."""
+    """An engine that runs on an EngineThread, and what its callers are told."""
 
     def __init__(self, **settings: Any) -> None:
         self.engine = make_engine(**settings)
         self.collected, self.ended = Collected(), threading.Semaphore(0)
-        self.failures: list[BaseException] = []
-        self.thread = EngineThread(self.failures.append)
+        self.thread = EngineThread()
         self.thread.start()
 
     def tell(self, output: SequenceOutput) -> None:
@@ -188,14 +187,15 @@ class Running:
         self.engine.submit(request(name, PROMPT, ignore_eos=True, **sampling), self.tell)
 
     def start(self) -> Future[None]:
-        return self.thread.serve(self.engine.run)
+        self.future = self.thread.call(self.engine.run)
+        return self.future
 
     def wait(self, num_ended: int = 1) -> None:
         assert all(self.ended.acquire(timeout=30) for _ in range(num_ended))
 
     def stop(self) -> None:
         self.engine.stop()
-        assert self.thread.call(int).result(30) == 0
+        assert self.future.result(30) is None
 
 
 def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,6 @@ def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.Monke
     running.stop()
     assert running.engine.load().num_kv_tokens_used == 0
     assert running.engine.scheduler.num_reserved_tokens == 0
-    assert running.thread.failure is None
 
 
 def fail(*args: object, **options: object) -> NoReturn:
@@ -249,7 +248,7 @@ def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(m
         make_engine(), request("x", PROMPT, max_tokens=8, ignore_eos=True)
     ).ids("x")
     running.stop()
-    assert running.engine.failure is running.thread.failure is None
+    assert running.engine.failure is None
     assert engines.DEVICE.type != "cpu" or running.engine.target.pool.num_bytes_held() == 0
 
 
@@ -281,7 +280,7 @@ def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch,
         running.submit("late")
     with pytest.raises(EngineFailedError):
         future.result(30)
-    assert running.failures == [running.thread.failure] == [engine.failure]
+    assert engine.failure is future.exception()
     assert engine.failure is not None
     assert engine.failure.__cause__ is error
     assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)

@@ -229,13 +229,12 @@ def test_a_grammar_of_which_a_mask_takes_long_is_ended(prepared: Any) -> None:
     )
 
 
-def test_a_grammar_whose_masks_are_slow_gets_no_drafts_and_their_time_is_no_step_time() -> None:
+def test_a_grammar_whose_masks_are_slow_gets_no_drafts() -> None:
     """All rows wait for the masks of one, and every proposed token needs one of its own."""
-    chooser, slow_s = Arms(Arm(3)), 0.05
-    asked = structured("a", lenient(mask_s=slow_s), [3, 4], max_tokens=8, ignore_eos=True)
+    chooser = Arms(Arm(3))
+    asked = structured("a", lenient(mask_s=0.05), [3, 4], max_tokens=8, ignore_eos=True)
     engines.generate(engines.make_engine(chooser=chooser), asked)
     assert [record.arm.speculation_length for record in chooser.records] == [0] * 7
-    assert min(record.latency_s for record in chooser.records) < slow_s / 2, "a step of the tiny models takes some 2 ms"
 
 
 def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:

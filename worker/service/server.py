@@ -102,7 +102,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     security, credentials, metadata = check_config(config)
     supervisor = Supervisor()
-    torch_thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+    torch_thread = EngineThread()
     torch_thread.start()
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     card = control.card
@@ -204,7 +204,7 @@ def check_device(config: WorkerConfig) -> None:
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
     """Run the engine; its end, of any kind, ends the worker."""
-    running = asyncio.wrap_future(thread.serve(engine.run))
+    running = asyncio.wrap_future(thread.call(engine.run))
 
     def ended(future: asyncio.Future[None]) -> None:
         if not future.cancelled():

@@ -12,7 +12,7 @@ from typing import Any
 
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import TextTooLongError
-from speclen.worker.service.aside import Aside
+from speclen.worker.service.fair_queue import Aside
 
 SHORT_BYTES = 2048  # encoded on the loop: 2 ms, as long as changing threads while the engine computes
 MAX_WAITING = 16  # long texts, each of at most a message's 4 MiB
