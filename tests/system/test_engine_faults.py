@@ -100,34 +100,6 @@ def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
     assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
 
 
-def fail_on(engine: Engine, token: int) -> None:
-    """Let every pass fail that has a prompt with the token in it."""
-    honest = engine.target.forward
-
-    def failing(parts: list[PassPart]) -> list[torch.Tensor]:
-        if any((part.ids == token).any() for part in parts):
-            raise MemoryError
-        return honest(parts)
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-
-
-def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
-    engine, collected, alone = make_engine(), Collected(), make_engine()
-    running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
-    engine.submit(running, collected)
-    for _ in range(3):
-        engine.step()
-    fail_on(engine, 13)
-    for name, prompt in (("good", PROMPT), ("bad", [13, 13]), ("late", PROMPT)):
-        engine.submit(request(name, prompt, max_tokens=8, ignore_eos=True), collected)
-    finish(engine)
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert collected.ids("running") == generate(alone, running).ids("running")
-    assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
-    assert engine.load().num_kv_tokens_used == 0
-
-
 @pytest.mark.parametrize("broken", ["draft", "verification"])
 def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 import speclen.worker.profiling.profiler
-from speclen.records import Arm, StepRecord
 from speclen.worker.backends.passes import StepRows
-from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
-from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
@@ -56,50 +53,6 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     for size in GRID.batch_sizes:
         times = [cell.step_s for cell in result.cells if cell.batch_size == size]
         assert times[0] < times[2]
-
-
-def test_survival_is_that_of_serving(pair: ModelPair) -> None:
-    """Against 40 requests served at length 3. Both are shares of some thousand rows that come in correlated runs of a
-    few dozen prompts: 0.2 is far more than they differ, and far less than an off-by-one in positions would."""
-    settings = ProfileSettings((4,), (0, 3), budget_s=2.0, prompt_tokens=(16,))
-    with profiler(pair, settings) as running:
-        profiled = running.run().result()
-
-    class Counting(FixedArm):
-        accepted, rows = [0, 0, 0], 0
-
-        def report(self, record: StepRecord) -> None:
-            if record.arm == Arm(3):
-                Counting.rows += record.batch_size
-                for position in range(3):
-                    Counting.accepted[position] += sum(record.accepted_histogram[position + 1 :])
-
-    source = PromptSource(pair.tokenizer, TEXTS, seed=99)
-    engine = Engine(pair, EngineConfig(max_batch_size=8, max_speculation_length=3), Counting(Arm(3)))
-    for number in range(40):
-        sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-        engine.submit(GenerationRequest(str(number), source.draw(16), sampling), lambda output: None)
-    while engine.load().num_running or engine.load().num_waiting:
-        engine.step()
-    served = [count / Counting.rows for count in Counting.accepted]
-    assert list(profiled.survival) == pytest.approx(served, abs=0.2)
-    assert 0.05 < served[2] < served[0] < 0.95  # or the comparison says nothing
-
-
-def test_the_largest_batch_that_fits_in_kv_memory_is_found_and_said(
-    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Room for three rows and a half of the largest: 4 do not fit, 3 do, and 3 is measured instead."""
-    added = 2 * (GRID.steps_per_visit + 2) * sum(length + 1 for length in GRID.lengths)  # before it is replaced
-    row = GRID.prompt_tokens[-1] + added + GRID.lengths[-1]
-    short = functools.partial(EngineConfig, max_kv_tokens=int(3.5 * row))
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "EngineConfig", short)
-    one_prompt = ProfileSettings(GRID.batch_sizes, GRID.lengths, budget_s=3.0, prompt_tokens=(24,))
-    with profiler(pair, one_prompt) as running:
-        samples = running.run()
-    assert samples.largest_batch_size == 3
-    assert {key[0] for key in keys(samples)} == {1, 2, 3}
-    assert samples.result().largest_batch_size == 3
 
 
 def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
