@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import grpc
 
 from speclen.cli.support.errors import UserError
 from speclen.transport.address import past_proxies, split_address
-from speclen.transport.balancing import balanced
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
 
@@ -75,25 +73,11 @@ class Client:
             split_address(flag, address)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._open(address, [*OPTIONS, *past_proxies(address)])
-
-    def balanced_channel(self, addresses: str, flag: str = "--worker") -> grpc.Channel:
-        """A channel over which gRPC shares calls out among several servers, or all that a name stands for.
-
-        addresses: HOST:PORT, or several with commas between. With TLS all of them are called by the first one's name.
-        Raises UserError for anything else.
-        """
-        try:
-            target, options = balanced(flag, addresses)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        return self._open(target, [*OPTIONS, *options, *past_proxies(addresses.partition(",")[0])])
-
-    def _open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+        options = [*OPTIONS, *past_proxies(address)]
         if self._credentials is None:
-            channel = grpc.insecure_channel(target, options)
+            channel = grpc.insecure_channel(address, options)
         else:
-            channel = grpc.secure_channel(target, self._credentials, options)
+            channel = grpc.secure_channel(address, self._credentials, options)
         return grpc.intercept_channel(channel, *self._interceptors)
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:

@@ -85,7 +85,7 @@ ALLOWED = {
     "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "store.connection", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.spread", "cli.support", "worker"},
-    "bench.gpu": {"bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
+    "bench.gpu": {"bench.serving", "cli.support", "integrations.vllm", "worker"},
     "bench.serving": {
         "cli.profile",
         "cli.support",
@@ -207,7 +207,7 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    modules = "speclen.bench.gpu.check, speclen.bench.gpu.run"
+    modules = "speclen.bench.gpu.checks, speclen.bench.gpu.run"
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
