@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
 from speclen.records import PLAIN, Arm, parse_arm
-from speclen.transport.address import check_exposure, check_free, split_address
+from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused
 DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
-EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port on all addresses
 FIXED = re.compile(r"fixed:(\d{1,2})")
 KEY_FLAG = "--api-key-file"
 
@@ -118,16 +116,6 @@ class WorkerConfig:
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:N")
 
-    def check_addresses(self) -> None:
-        """Raises OSError for an address that is taken or named twice, ValueError for a malformed one."""
-        names = ("listen", "metrics_listen", "http_listen", "probe_listen")
-        given = {flag(name): getattr(self, name) for name in names if getattr(self, name)}
-        for name, address in given.items():
-            check_free(name, address)
-        for other, name in combinations(given, 2):
-            if same_port(split_address(other, given[other]), split_address(name, given[name])):
-                raise OSError(f"cannot listen on {given[name]}: {other} does already; choose another with {name}")
-
     @property
     def may_use_ngrams(self) -> bool:
         """True if any arm that the worker may run has n-grams."""
@@ -149,7 +137,9 @@ class WorkerConfig:
         if self.metrics_listen:
             check_pages(self.metrics_listen, security, self.insecure)
         self.check_http()
-        self.check_addresses()
+        for name in ("listen", "metrics_listen", "http_listen", "probe_listen"):
+            if address := getattr(self, name):
+                check_free(flag(name), address)
 
     def check_http(self) -> None:
         """Raises ValueError for settings of the HTTP front that cannot work."""
@@ -170,12 +160,6 @@ class WorkerConfig:
         return ClientSecurity(
             self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file, "--controller-"
         )
-
-
-def same_port(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """True if two addresses cannot both be listened on; a port 0 is any free one."""
-    hosts = {"127.0.0.1" if host == "localhost" else host for host, _ in (one, other)}
-    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(EVERYWHERE))
 
 
 def parse_policy(policy: str) -> Arm | None:

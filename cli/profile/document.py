@@ -15,7 +15,7 @@ from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.queries import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.samples import ProfileResult
+from speclen.worker.profiling.stats import ProfileResult
 
 FORMAT, VERSION = "speclen-profile", 1
 

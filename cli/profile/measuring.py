@@ -23,8 +23,8 @@ from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.identity import context_key
 
 

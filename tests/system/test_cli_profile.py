@@ -26,7 +26,7 @@ from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.file import foreign_parts, table_from_file
-from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import time
 
 import httpx
@@ -12,7 +13,9 @@ from starlette.responses import Response
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.http import connection
+from speclen.worker.http.responses import json_response
 from speclen.worker.http.server import listen, make_server, serving
+from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
 from tests.support.waiting import until
 
@@ -137,6 +140,37 @@ def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
     num_read, seconds = asyncio.run(scenario())
     assert (num_read > len(body)) == reads
     assert seconds > (1.0 if reads else 0.0)
+
+
+async def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(tmp_path):
+    """TLS takes one write at once, however large: nobody noticed that nothing was read, nor that something still was."""
+    pair = make_certificates(tmp_path)
+    body = "x" * 8_000_000
+    sent = []
+
+    async def app(scope, receive, send):
+        await json_response(body)(scope, receive, send)
+        sent.append(True)
+
+    bound = listen("127.0.0.1:0")
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+    security = ServerSecurity(tls_cert=pair.server.cert, tls_key=pair.server.key)
+    server = make_server(app, security, unread_timeout_s=0.5)
+    trust = ssl.create_default_context(cafile=str(pair.authority.cert))
+    async with serving(server, bound):
+        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await reader.readuntil(b"\r\n\r\n")
+        assert not sent, "it is sent as it is read"
+        assert len(await reader.read()) == len(body) + 2
+        unread, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await unread.readuntil(b"\r\n\r\n")
+        began = time.monotonic()
+        while server.server_state.connections:
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
+        writer.transport.abort()
 
 
 def test_hundreds_of_disconnects_leave_nothing_behind(worker):

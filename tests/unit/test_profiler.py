@@ -14,8 +14,8 @@ from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
+from speclen.worker.profiling.stats import ProfileSamples
 from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]

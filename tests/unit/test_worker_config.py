@@ -123,19 +123,6 @@ def test_a_taken_port_is_told_before_anything_is_loaded(name):
             check_config(config)
 
 
-@pytest.mark.parametrize("other", ["127.0.0.1", "localhost", "0.0.0.0"])
-def test_two_ways_in_at_one_port_are_told_before_anything_is_loaded(other):
-    """Story: each port was free by itself, and the second one taken once both models had been compiled."""
-    (address,) = free_addresses(1)
-    config = WorkerConfig(listen=address, http_listen=address.replace("127.0.0.1", other))
-    with pytest.raises(OSError, match=r"--listen does already; choose another with --http-listen"):
-        config.check_addresses()
-    one, two = free_addresses(2)
-    WorkerConfig(
-        listen=one, http_listen=two, metrics_listen="127.0.0.1:0", probe_listen="127.0.0.1:0"
-    ).check_addresses()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

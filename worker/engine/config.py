@@ -26,7 +26,6 @@ class EngineConfig:
     check_models: bool = True  # compare each model with its plain forward before serving
     max_recordings: int = 256  # CUDA graphs kept on a GPU, the least recently used is evicted; 0: none
     record_ahead_s: float = 30.0  # for capturing graphs at the start, at most
-    rewrite_models: bool = True  # run Llama-style models with fewer operators
 
     @property
     def max_proposed_tokens(self) -> int:

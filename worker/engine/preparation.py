@@ -192,13 +192,12 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
             check_model(cached, one.model, one.name)
         return cached
 
-    if config.rewrite_models:
-        try:
-            rewritten = rewrite(model, pool.shapes, one.context)
-            if rewritten is not None:
-                return checked(rewritten)
-        except Exception as error:  # Another version of transformers may differ; its own operators still work.
-            log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
+    try:
+        rewritten = rewrite(model, pool.shapes, one.context)
+        if rewritten is not None:
+            return checked(rewritten)
+    except Exception as error:  # Another version of transformers may differ; its own operators still work.
+        log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
 
 

@@ -19,8 +19,8 @@ from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 # Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
