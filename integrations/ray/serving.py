@@ -118,7 +118,6 @@ class ServedWorker:
         self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
         await asyncio.to_thread(self.engine.admission.close)
-        await self.engine.close()
 
 
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:

@@ -118,6 +118,3 @@ def test_settings_are_cut_to_the_context_or_refused(pair: ModelPair) -> None:
     assert fit_settings(pair, ProfileSettings(prompt_tokens=(32, 4096))).prompt_tokens == (32, (256 - 36) // 2)
     with pytest.raises(ValueError, match="context of 256"):
         fit_settings(pair, ProfileSettings(lengths=(0, 64)))
-    for wrong in ((), (2, 1), (1, 1), (0, 1)):
-        with pytest.raises(ValueError, match="batch sizes"):
-            fit_settings(pair, ProfileSettings(batch_sizes=wrong))

@@ -162,7 +162,7 @@ class Engine:
         return EngineLoad(
             **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
-            num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
+            num_waiting=self._inbox.num_incoming + len(self.scheduler.waiting),
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
             num_looked_up_tokens=self.target.pool.num_looked_up_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ from speclen.worker.http.translate import Job, chat_job, completion_job
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
-MANY_TOKENS = 5000  # in an answer: more than a millisecond
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -130,7 +128,7 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
         strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
         limit = engine.max_sequence_tokens
         content = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
-        return await asyncio.to_thread(json_response, content) if len(tokens) > MANY_TOKENS else json_response(content)
+        return json_response(content)
 
     async def detokenized(body: DetokenizeRequest, caller: str) -> Response:
         check_model(body, front)

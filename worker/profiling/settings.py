@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from speclen.worker.models.loading import ModelPair
@@ -39,8 +38,6 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
 
     Raises ValueError naming the setting that the pair cannot do.
     """
-    check_ascending("batch sizes", settings.batch_sizes, 1)
-    check_ascending("lengths", settings.lengths, 0)
     if pair.draft is None and settings.lengths != (0,):
         raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
     context = pair.draft_context_length or pair.max_context_length
@@ -49,9 +46,3 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
         raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {context} tokens")
     prompts = sorted({min(tokens, room // 2) for tokens in settings.prompt_tokens})
     return replace(settings, prompt_tokens=tuple(prompts))
-
-
-def check_ascending(name: str, values: Iterable[int], least: int) -> None:
-    values = list(values)
-    if not values or values != sorted(set(values)) or values[0] < least:
-        raise ValueError(f"{name} {values} must be ascending whole numbers from {least} on")
