@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from speclen.integrations.vllm.device_clock import DeviceClock, Event
 from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, device_flags, overlap_flags
@@ -21,9 +21,10 @@ NOBODY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps in flight; vLLM has two
 
-
 # Classes of vLLM, of which `versions` lists what is looked at: Request, SchedulerOutput and ModelRunnerOutput.
-Request = Scheduled = Sampled = Any
+Request: TypeAlias = Any
+Scheduled: TypeAlias = Any
+Sampled: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
