@@ -100,9 +100,7 @@ def writer(db: Path) -> Iterator[Finding]:
     try:
         yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
     except OSError as error:
-        yield Finding(
-            "writer", "warning", f"cannot be told ({error.strerror})", "look as the user that runs the controller"
-        )
+        yield Finding("writer", "warning", f"unknown ({error.strerror})", "look as the user that runs the controller")
 
 
 def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -159,15 +157,13 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
 
 
 def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
-    """Outlier workers: isolated for what they report, or two under one name."""
+    """Outlier workers, isolated for what they report."""
     query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
       FROM drift_events WHERE factor = 'worker' AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
       GROUP BY detail ORDER BY max(detected_at) DESC LIMIT ?"""
     for row in connection.execute(query, (ISOLATED_WITHIN_S, MOST_NAMED)).fetchall():
         often = f", {row['times']} times" if row["times"] > 1 else ""
-        shared = "call themselves" in row["detail"]
-        advice = "give each a --worker-id of its own" if shared else ISOLATED_ADVICE
-        yield Finding("isolated workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", advice)
+        yield Finding("isolated workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", ISOLATED_ADVICE)
 
 
 def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -181,7 +177,7 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
     }
     rows: list[Any] = connection.execute(query).fetchall()
     if not rows:
-        yield Finding("losses", "ok", "no row was ever given up")
+        yield Finding("losses", "ok", "no row was ever dropped")
     for row in rows:
         found = f"{row['num_rows']} rows, last at {row['last']} UTC: {row['detail']}"
         yield Finding(

@@ -54,8 +54,6 @@ def generate(
 ) -> None:
     """Send one prompt to a worker and print what it generates.
 
-    --worker takes several addresses with commas between: gRPC tries them in turn, and leaves out those that do not answer.
-
     Example: speclen generate "def fibonacci(n):" --max-tokens 64
     """
     sampling = pb.SamplingParams(
@@ -68,7 +66,7 @@ def generate(
         speculation=parse_speculation(speculation),
     )
     client, worker = client_from(reaching), reaching["worker"]
-    with client.balanced_channel(worker) as channel:
+    with client.channel(worker) as channel:
         try:
             completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
         except grpc.RpcError as error:

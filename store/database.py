@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from speclen.store import queries
-from speclen.store.batch import Batches, OnDone
 from speclen.store.connection import (
     Connection,
     CorruptStoreError,
@@ -40,14 +40,15 @@ MOVE_AWAY = "restore a backup over it, or move it and its -wal away, and start t
 
 log = logging.getLogger(__name__)
 
+OnDone = Callable[[Exception | None], None]
+Waiting = list[tuple[Commit, OnDone]]
+
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Settings of the store."""
 
     retention: Retention = field(default_factory=Retention)
-    # Raw reports held in memory while commits fail, some 500 bytes each; the oldest go first.
-    max_pending_reports: int = 200_000
     # Seconds between attempts while commits fail: doubles from the first to the second.
     first_retry_s: float = 0.1
     longest_retry_s: float = 2.0
@@ -65,8 +66,8 @@ class Store:
         self._lock_file = lock
         self._failpoints = Failpoints()
         self._changed = threading.Condition()
-        self._waiting = Batches(config.max_pending_reports)
-        self._in_flight = Batches(0)
+        self._waiting: Waiting = []
+        self._in_flight: Waiting = []
         self._ended: StoreError | None = None
         self._presence = Presence(path, lock.descriptor)
         self._commit_number = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -79,8 +80,8 @@ class Store:
         self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
-        self._num_commits = self._num_failures = self._num_dropped = self._num_refused = 0
-        self._last_commit_at = self._last_commit_s = 0.0
+        self._num_commits = self._num_failures = self._num_refused = 0
+        self._last_commit_s = 0.0
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -134,28 +135,26 @@ class Store:
                 raise StoreError("The store is closed: nothing can be stored any more.")
             if self._ended is not None:
                 raise self._ended
-            self._waiting.absorb(commit, on_done)
+            self._waiting.append((commit, on_done))
             self._changed.notify()
 
     def health(self) -> StoreHealth:
         """State of the writer at this moment."""
         with self._changed:
-            num_reports = self._waiting.num_reports + self._in_flight.num_reports
+            waiting = [*self._in_flight, *self._waiting]
             detail = "every commit is on the disk"
             if self._failure:
+                num_reports = sum(len(commit.reports) for commit, _ in waiting)
                 detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
             if self._ended is not None:
                 detail = str(self._ended)
             return StoreHealth(
                 ok=not self._failure and self._ended is None,
                 detail=detail,
-                num_pending_commits=self._waiting.num_commits + self._in_flight.num_commits,
-                num_pending_reports=num_reports,
+                num_pending_commits=len(waiting),
                 num_commits=self._num_commits,
                 num_failures=self._num_failures,
-                num_reports_dropped=self._num_dropped + self._waiting.num_reports_dropped,
                 num_rows_refused=self._num_refused,
-                last_commit_at=self._last_commit_at,
                 last_commit_s=self._last_commit_s,
                 database_bytes=size_of(self.path),
                 alive=self._ended is None,
@@ -183,10 +182,10 @@ class Store:
     def _write_for_ever(self) -> None:
         """Take all that waits, store it in one transaction, call back."""
         give_way()
-        while (batches := self._take()) is not None:
-            outcome = self._store(batches)
-            for scope, batch in batches.by_scope.items():
-                _tell(batch.callbacks, outcome.failed.get(scope))
+        while waiting := self._take():
+            outcome = self._store([commit for commit, _ in waiting])
+            for place, (_, on_done) in enumerate(waiting):
+                _tell(on_done, outcome.failed.get(place))
             self._failpoints.reach("after_done")
             self._give_back_space()
 
@@ -196,46 +195,43 @@ class Store:
             self._ended = (
                 error if isinstance(error, StoreError) else StoreError(f"the store's writer failed: {error!r}")
             )
-            waiting = [*self._in_flight.by_scope.values(), *self._waiting.by_scope.values()]
-            self._waiting = Batches(self.config.max_pending_reports)
-        for batch in waiting:
-            _tell(batch.callbacks, self._ended)
+            waiting, self._in_flight, self._waiting = [*self._in_flight, *self._waiting], [], []
+        for _, on_done in waiting:
+            _tell(on_done, self._ended)
 
-    def _take(self) -> Batches | None:
-        """All that was submitted; waits for something. None when closed. Raises StoreGoneError when the file goes."""
+    def _take(self) -> Waiting:
+        """All that was submitted; waits for something. Empty when closed. Raises StoreGoneError when the file goes."""
         with self._changed:
-            while not self._waiting.by_scope and self._closing_at is None:
+            while not self._waiting and self._closing_at is None:
                 self._changed.wait(LOOK_INTERVAL_S)
                 self._presence.check(self._commit_number)
-            if not self._waiting.by_scope:
-                return None
-            self._in_flight, self._waiting = self._waiting, Batches(self.config.max_pending_reports)
+            self._in_flight, self._waiting = self._waiting, []
             return self._in_flight
 
-    def _store(self, batches: Batches) -> Outcome:
-        """Try until it is stored; later commits join. All scopes fail if closed before. Raises StoreError for good."""
+    def _store(self, commits: Sequence[Commit]) -> Outcome:
+        """Try until it is stored. All commits fail if the store is closed before. Raises StoreError for good."""
         delay = self.config.first_retry_s
         while True:
             started = time.perf_counter()
             try:
-                outcome = self._commit(batches)
+                outcome = self._commit(commits)
             except sqlite3.Error as error:
                 self._refuse_damage(error)
-                if not self._wait_to_retry(batches, error, delay):
+                if not self._wait_to_retry(error, delay):
                     closed = StoreError(f"The store was closed before this could be stored ({error}).")
-                    return Outcome(dict.fromkeys(batches.by_scope, closed))
+                    return Outcome(dict.fromkeys(range(len(commits)), closed))
                 delay = min(2 * delay, self.config.longest_retry_s)
             else:
-                self._succeeded(batches, outcome, time.perf_counter() - started)
+                self._succeeded(outcome, time.perf_counter() - started)
                 self._failpoints.reach("before_done")
                 return outcome
 
-    def _commit(self, batches: Batches) -> Outcome:
+    def _commit(self, commits: Sequence[Commit]) -> Outcome:
         """One transaction, in a file that was there before and after it."""
         self._presence.check(self._commit_number)
         number = self._commit_number + 1
         now = min(self._epoch + time.monotonic(), time.time())
-        outcome = write(self._connection, batches, self.config.retention, self._failpoints, number, now)
+        outcome = write(self._connection, commits, self.config.retention, self._failpoints, number, now)
         self._commit_number = number
         self._presence.check(number)
         self._lock_file.note(number)
@@ -248,8 +244,8 @@ class Store:
             note_damage(self.path)
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
-    def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:
-        """Note the failure, wait, and add what came meanwhile; False when it is time to stop."""
+    def _wait_to_retry(self, error: Exception, delay: float) -> bool:
+        """Note the failure and wait; False when it is time to stop."""
         with self._changed:
             self._num_failures += 1
             self._failure = str(error)
@@ -257,22 +253,18 @@ class Store:
                 if time.monotonic() > self._closing_at:
                     return False
                 delay = min(delay, 0.1)
-            # Not woken by submissions: they come with every commit interval and would defeat the delay.
             closing_at = self._closing_at
             self._changed.wait_for(lambda: self._closing_at != closing_at, delay)
-            batches.absorb_all(self._waiting)
-            self._waiting = Batches(self.config.max_pending_reports)
         return True
 
-    def _succeeded(self, batches: Batches, outcome: Outcome, took_s: float) -> None:
+    def _succeeded(self, outcome: Outcome, took_s: float) -> None:
         with self._changed:
             self._failure = "".join(f"a commit was given up: {error}" for error in list(outcome.failed.values())[:1])
             self._num_failures += len(outcome.failed)
             self._num_commits += 1
-            self._num_dropped += batches.num_reports_dropped
             self._num_refused += outcome.num_refused
-            self._in_flight = Batches(0)
-            self._last_commit_at, self._last_commit_s = time.time(), took_s
+            self._in_flight = []
+            self._last_commit_s = took_s
 
     def _give_back_space(self) -> None:
         try:
@@ -285,10 +277,9 @@ class Store:
                 self._failure = str(error)
 
 
-def _tell(callbacks: list[OnDone], error: Exception | None) -> None:
-    """Call back; one that fails must not end the writer."""
-    for on_done in callbacks:
-        try:
-            on_done(error)
-        except Exception:
-            log.exception("a callback of a commit failed")
+def _tell(on_done: OnDone, error: Exception | None) -> None:
+    """Call back; a callback that fails must not end the writer."""
+    try:
+        on_done(error)
+    except Exception:
+        log.exception("a callback of a commit failed")

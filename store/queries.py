@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,14 +62,6 @@ def _last_group_id(connection: Connection) -> int:
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:
     """Raw reports in the order in which they were learned from."""
     return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
-
-
-def newest_reports(connection: Connection, context_ids: Iterable[int], limit: int) -> Iterator[ReportRow]:
-    """The newest raw reports of some contexts, the newest first: they can be had where an older one cannot be read."""
-    numbers = ", ".join(map(str, map(int, context_ids)))
-    return _rows(
-        connection, ReportRow, f"step_reports WHERE context_id IN ({numbers}) ORDER BY report_id DESC LIMIT {limit}"
-    )
 
 
 def num_reports(connection: Connection) -> int:

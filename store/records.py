@@ -230,7 +230,7 @@ class Commit:
     """Rows that belong together: reports, the estimates that contain them, and the high-water marks of both.
 
     All of one moment, stored in one transaction or not at all. Later commits supersede earlier ones row by row.
-    scope: commits of other scopes are stored in the same transaction, but fail alone.
+    num_reports_dropped: raw rows given up before this commit, for store_events.
     replaced_contexts: contexts whose stored arm estimates are deleted first, for when ranges changed; those of this commit
     stay.
     """
@@ -247,7 +247,7 @@ class Commit:
     replaced_contexts: Sequence[int] = ()
     context_limits: Sequence[ContextLimitsRow] = ()
     store_events: Sequence[StoreEventRow] = ()
-    scope: str = ""
+    num_reports_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,19 +269,15 @@ class StoreHealth:
     """State of the writer. ok is False while commits fail; detail then gives the reason and what happens to them.
 
     alive: False once the writer has ended for good, with the reason in detail: then the controller has to end, too.
-    num_reports_dropped: raw rows given up since the start because commits failed for longer than memory allows.
-    num_rows_refused: rows that broke a rule of the schema, left out of their commits; both are noted in store_events.
+    num_rows_refused: rows that broke a rule of the schema, left out of their commits and noted in store_events.
     """
 
     ok: bool
     detail: str
     num_pending_commits: int
-    num_pending_reports: int
     num_commits: int
     num_failures: int
-    num_reports_dropped: int
     num_rows_refused: int
-    last_commit_at: float
     last_commit_s: float
     database_bytes: int
     alive: bool = True

@@ -7,10 +7,9 @@ against 4.5 us).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 from speclen.store.connection import Connection, sqlite3
@@ -47,11 +46,6 @@ class Insert:
         self.unless_older = unless_older
         self.columns = tuple(columns)
         self.key = tuple(key)
-
-    @cached_property
-    def key_of(self) -> Callable[[Sequence[Any]], Any]:
-        """Gives the values of a row that tell it from the others of a table with a key."""
-        return itemgetter(*(self.columns.index(name) for name in self.key))
 
     @cached_property
     def _statements(self) -> dict[int, str]:

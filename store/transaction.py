@@ -1,45 +1,50 @@
-"""One commit: everything that waits, in one transaction, in an order that keeps references whole."""
+"""Commits that wait, in one transaction, each in an order that keeps references whole."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speclen.store import statements
-from speclen.store.batch import Batch, Batches
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.failpoints import Failpoints
 from speclen.store.prediction_windows import add_predictions
-from speclen.store.records import ProfileRow, StoreEventRow
+from speclen.store.records import Commit, ProfileRow, StoreEventRow
 from speclen.store.retention import Retention, enforce_retention
 
 
 class RefusedError(Exception):
-    """The database refuses a row without which the others of its scope would be wrong."""
+    """The database refuses a row without which the others of its commit would be wrong."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a transaction. failed: by scope, why nothing of it was written. num_refused: rows left out."""
+    """Result of a transaction. failed: by a commit's place, why nothing of it was written. num_refused: rows left out."""
 
-    failed: dict[str, Exception] = field(default_factory=dict)
+    failed: dict[int, Exception] = field(default_factory=dict)
     num_refused: int = 0
 
 
 def write(
-    connection: Connection, batches: Batches, retention: Retention, failpoints: Failpoints, number: int, now: float
+    connection: Connection,
+    commits: Sequence[Commit],
+    retention: Retention,
+    failpoints: Failpoints,
+    number: int,
+    now: float,
 ) -> Outcome:
-    """Store batches in one transaction, commit `number` of the file. now: seconds since 1970, for retention.
+    """Store commits in one transaction, `number` of the file. now: seconds since 1970, for retention.
 
-    Each scope is written whole or not at all, and fails alone. Raises errors of SQLite (disk full, damaged file, ...) after
+    Each is written whole or not at all, and fails alone. Raises errors of SQLite (disk full, damaged file, ...) after
     rolling everything back.
     """
     failpoints.reach("before_begin")
     connection.execute("BEGIN IMMEDIATE")
     try:
-        outcome = _write_scopes(connection, batches, failpoints)
-        enforce_retention(connection, retention, batches.num_reports, now)
+        outcome = _write_all(connection, commits, failpoints)
+        enforce_retention(connection, retention, sum(len(commit.reports) for commit in commits), now)
         failpoints.reach("after_retention")
         connection.execute(f"PRAGMA user_version = {number}")
         failpoints.reach("before_commit")
@@ -52,61 +57,61 @@ def write(
     return outcome
 
 
-def _write_scopes(connection: Connection, batches: Batches, failpoints: Failpoints) -> Outcome:
+def _write_all(connection: Connection, commits: Sequence[Commit], failpoints: Failpoints) -> Outcome:
     outcome, events = Outcome(), []
-    for scope, batch in batches.by_scope.items():
-        connection.execute("SAVEPOINT one_scope")
+    for place, commit in enumerate(commits):
+        connection.execute("SAVEPOINT one_commit")
         try:
-            refusals = _write_rows(connection, batch, failpoints)
+            refusals = _write_rows(connection, commit, failpoints)
         except sqlite3.Error:
             raise
         except Exception as error:  # a row that cannot be written, or one that is no row
-            connection.execute("ROLLBACK TO one_scope")
-            outcome.failed[scope] = error
+            connection.execute("ROLLBACK TO one_commit")
+            outcome.failed[place] = error
             refusals = [str(error)]
-        connection.execute("RELEASE one_scope")
+        connection.execute("RELEASE one_commit")
         outcome.num_refused += len(refusals)
-        events += _events_of(batch, refusals)
+        events += _events_of(commit, refusals)
     statements.EVENTS["store_events"].run(connection, events)
     return outcome
 
 
-def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) -> list[str]:
+def _write_rows(connection: Connection, commit: Commit, failpoints: Failpoints) -> list[str]:
     """Raises RefusedError for a context, a worker's mark or a state that the database does not take."""
     failpoints.reach("after_begin")
-    _insert_all(connection, batch, "contexts", "workers")
+    _insert_all(connection, commit, "contexts", "workers")
     failpoints.reach("after_workers")
-    refusals = _insert_profiles(connection, batch.profiles)
-    bad_reports = statements.REPORTS.run(connection, batch.reports)
+    refusals = _insert_profiles(connection, commit.profiles)
+    bad_reports = statements.REPORTS.run(connection, commit.reports)
     failpoints.reach("after_reports")
     if not bad_reports:  # whose sums would be bad as well
-        add_predictions(connection, batch.reports)  # before the new estimates replace those that made the prediction
+        add_predictions(connection, commit.reports)  # before the new estimates replace those that made the prediction
     failpoints.reach("after_predictions")
-    for context_id in batch.replaced_contexts:
+    for context_id in commit.replaced_contexts:
         connection.execute("DELETE FROM arm_estimates WHERE context_id = ?", (context_id,))
-    refusals += bad_reports + _insert_newest(connection, batch, "arm_estimates", "acceptance")
-    _insert_all(connection, batch, "states")
+    refusals += bad_reports + _insert_newest(connection, commit, "arm_estimates", "acceptance")
+    _insert_all(connection, commit, "states")
     for name, insert in statements.EVENTS.items():
-        refusals += insert.run(connection, batch.events[name])
+        refusals += insert.run(connection, getattr(commit, name))
     failpoints.reach("after_estimates")
     return refusals
 
 
-def _insert_all(connection: Connection, batch: Batch, *names: str) -> None:
+def _insert_all(connection: Connection, commit: Commit, *names: str) -> None:
     for name in names:
-        refusals = _insert_newest(connection, batch, name)
+        refusals = _insert_newest(connection, commit, name)
         if refusals:
             raise RefusedError(f"the database refuses a row of {refusals[0]}")
 
 
-def _insert_newest(connection: Connection, batch: Batch, *names: str) -> list[str]:
+def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[str]:
     refusals = []
     for name in names:
-        refusals += statements.NEWEST[name].run(connection, batch.newest[name].values())
+        refusals += statements.NEWEST[name].run(connection, getattr(commit, name))
     return refusals
 
 
-def _insert_profiles(connection: Connection, profiles: list[ProfileRow]) -> list[str]:
+def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[str]:
     refusals = []
     for profile in profiles:
         texts = {name: json.dumps(getattr(profile, name)) for name in ("survival", "num_survival_rows")}
@@ -116,12 +121,12 @@ def _insert_profiles(connection: Connection, profiles: list[ProfileRow]) -> list
     return refusals
 
 
-def _events_of(batch: Batch, refusals: list[str]) -> list[StoreEventRow]:
-    """Store events for the losses of a batch."""
+def _events_of(commit: Commit, refusals: list[str]) -> list[StoreEventRow]:
+    """Store events for the losses of a commit."""
     events = []
-    if batch.num_reports_dropped:
+    if commit.num_reports_dropped:
         detail = "commits failed for longer than memory allows; the estimates contain these reports"
-        events.append(StoreEventRow("reports_dropped", batch.num_reports_dropped, detail, time.time()))
+        events.append(StoreEventRow("reports_dropped", commit.num_reports_dropped, detail, time.time()))
     if refusals:
         events.append(StoreEventRow("rows_refused", len(refusals), refusals[0], time.time()))
     return events

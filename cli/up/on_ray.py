@@ -9,7 +9,7 @@ from typing import Any
 
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.processes import end_as_by_ctrl_c
-from speclen.integrations.ray.settings import FleetConfig, check_reachable
+from speclen.integrations.ray.settings import FleetConfig
 
 # Of `up`'s own defaults: a setting that is nothing special is left to each node's environment.
 UNTOLD = ("", None)
@@ -20,8 +20,6 @@ def up_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], liste
     end_as_by_ctrl_c()
     try:
         config = FleetConfig(**fleet, worker={name: value for name, value in worker.items() if value not in UNTOLD})
-        if address != "auto":
-            check_reachable(address)
         from speclen.integrations.ray.cluster import fleet as running  # here: Ray takes seconds to import
         from speclen.integrations.ray.cluster import join
 

@@ -28,11 +28,10 @@ from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names, draft_of
 
-STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
-OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
+OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
     *("max_workers", "cpus_per_worker", "gpus_per_worker"),
@@ -54,7 +53,6 @@ def up(
         "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
     ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
-    quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(
         False,
         help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
@@ -86,7 +84,7 @@ def up(
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     run = Run(data_dir, places, secrets.token_hex(8), client)
-    run_here(run, arguments({**options, "quick_profile_s": quick_profile_s}), demo, once)
+    run_here(run, arguments(options), demo, once)
 
 
 def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
@@ -122,7 +120,7 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
 def show_demo(run: Run, database: Path | None) -> None:
     """Raises UserError for a controller without a database."""
     if database is None:
-        raise UserError("--demo shows the database, and the controller has none: leave its setting in-memory away")
+        raise UserError("--demo needs a database, and the controller has none: drop its setting in-memory")
     from speclen.cli.up.demo import run_demo
 
     run_demo(run.places.workers, database, run.client)
@@ -130,9 +128,9 @@ def show_demo(run: Run, database: Path | None) -> None:
 
 def refuse_with_ray(context: typer.Context) -> None:
     """Raises UserError for a flag that Ray does not follow."""
-    for name in ("demo", "once", "controller", "quick_profile_s"):
+    for name in ("demo", "once", "controller"):
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-            raise UserError(f"{flag(name)} has no meaning with --ray: leave it out")
+            raise UserError(f"{flag(name)} cannot be used with --ray: drop one of them")
 
 
 def in_full(settings: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def refuse_without_ray(fleet: dict[str, Any]) -> None:
     """Raises UserError for a setting that only Ray can follow."""
     for name, value in fleet.items():
         if value != settings_of(FleetConfig)[name].default:
-            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it out")
+            raise UserError(f"{flag(name)} {value} needs --ray: add it, or drop {flag(name)}")
 
 
 def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]) -> None:
@@ -159,14 +157,17 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
-        tell(f"starting the {child.name} on {child.address}")
+        tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":
-            child.wait_until_serving(STALL_TIMEOUT_S, tell)
-            tell("the controller is serving")
+            wait_for(child, tell)
     for child in children[1:]:
-        child.wait_until_serving(STALL_TIMEOUT_S, tell)
-        tell(f"the {child.name} is serving")
+        wait_for(child, tell)
+
+
+def wait_for(child: Child, tell: Callable[[str], None]) -> None:
+    child.wait_until_serving(say=tell)
+    tell(f"{child.name}: serving")
 
 
 def database_of(controller: str, client: Client) -> Path | None:
@@ -279,6 +280,6 @@ def program() -> str:
 
 def print_what_is_left(database: Path | None) -> None:
     if database is None:
-        print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
+        print("\nAll stopped. What was learned is gone, as the controller had no database.\n", flush=True)
         return
     print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)

@@ -85,7 +85,7 @@ def create_service(config: ControllerConfig, store: Store | None, stored: Stored
     journal.note_events(set_aside)
     for context in forgotten:
         journal.note_context(context)
-    learner = Learner(estimator, registry, journal, totals, time.time, stored.last_group_id)
+    learner = Learner(estimator, registry, journal, totals, stored.last_group_id)
     return Intake(registry, learner, journal, totals, time.time), learner
 
 

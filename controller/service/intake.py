@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registration, Registry, Worker
 from speclen.controller.service.saving.journal import Journal
@@ -13,8 +11,6 @@ from speclen.controller.service.totals import Totals
 from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.v1 import control_pb2 as pb
-
-log = structlog.get_logger()
 
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
@@ -37,12 +33,8 @@ class Intake:
         known = self.registry.workers.get(registration.worker_id)
         if known is not None:
             self.learner.learn(known)  # of its last incarnation
-        rival = self.registry.rival_of(registration)
         worker = self.registry.register(registration)
         self.learner.prepare(worker.context)
-        if rival:
-            log.error("two workers have one name", worker=worker.worker_id, detail=rival)
-            self.learner.note_drift(worker.context, "worker", rival)
         self.journal.note_worker(worker)
         return worker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -37,14 +37,12 @@ class Learner:
         registry: Registry,
         journal: Journal,
         totals: Totals,
-        clock: Callable[[], float],
         last_group_id: int = 0,
     ) -> None:
         self.estimator = estimator
         self.registry = registry
         self.journal = journal
         self.totals = totals
-        self.clock = clock
         self.last_group_id = last_group_id
         self.sampling = Sampling()
         self.prediction: dict[ContextKey, PredictionError] = {}
@@ -95,7 +93,8 @@ class Learner:
         self.last_group_id += 1
         context.num_learned += len(steps)
         worker.num_reports += len(steps)
-        self.totals.add_group(len(steps), self.clock() - worker.waiting_since)
+        self.totals.num_groups += 1
+        self.totals.num_reports += len(steps)
         self.journal.note_reports(worker, steps, self.last_group_id)
         self._note(outcome.decisions, outcome.drift_events)
         self._take_probe(worker)
@@ -127,10 +126,6 @@ class Learner:
             if event.factor == "reset":
                 log.error("a context starts anew", context=str(event.context), reason=event.detail)
             self.journal.note_drift(self.registry.contexts[event.context], event, self.last_group_id)
-
-    def note_drift(self, context: Context, factor: str, detail: str) -> None:
-        """Keep an event that the estimator does not know of."""
-        self._note((), [DriftEvent(context.key, factor, 1.0, detail)])
 
     def _take_probe(self, worker: Worker) -> None:
         """Ask for an exploratory arm for the worker's next steps; mostly there is none.

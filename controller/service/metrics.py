@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
-from speclen.controller.service.totals import WAITS_S
 from speclen.transport.families import Families
 from speclen.transport.pages import MetricsPage, serve_page
 
@@ -64,11 +62,6 @@ class ControllerCollector:
         yield FAMILIES.counter("reports", "Reports learned from", totals.num_reports)
         words = "Workers report 64 consecutive steps out of each 64 times this number"
         yield FAMILIES.gauge("sample_every", words, self.learner.sampling.sample_every)
-        words = "How long a worker's reports waited to be learned from"
-        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
-        bounds = [*map(str, WAITS_S), "+Inf"]
-        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
-        yield waits
         yield FAMILIES.counter("groups", "Groups of reports learned from", totals.num_groups)
         yield FAMILIES.counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
         yield FAMILIES.counter(
@@ -108,7 +101,7 @@ class ControllerCollector:
         yield FAMILIES.gauge("last_commit_seconds", "How long the last commit took", health.last_commit_s)
         yield FAMILIES.counter("rows_refused", "Rows that broke a rule of the database", health.num_rows_refused)
         yield FAMILIES.counter(
-            "reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped
+            "reports_dropped", "Raw reports given up since the disk refused", journal.num_reports_dropped
         )
 
     def _choices(self) -> Iterator[Metric]:

@@ -13,9 +13,6 @@ from speclen.controller.service.sequence import SeqWindow
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.records import ContextKey, Limits, Probe, StepRecord
 
-# A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
-RIVAL_HEARD_S = 5.0
-
 
 class UnregisteredError(Exception):
     """Nobody registered under this name and epoch, or with this context; registering helps."""
@@ -174,19 +171,6 @@ class Registry:
                 f"worker {worker_id!r} is known with epoch {worker.epoch}, not {epoch}: call RegisterWorker first"
             )
         return worker
-
-    def rival_of(self, registration: Registration) -> str:
-        """A sentence where a worker comes under a name whose owner, elsewhere, has just been heard; else ""."""
-        known = self.workers.get(registration.worker_id)
-        if known is None or registration.epoch <= known.epoch or registration.address == known.address:
-            return ""
-        if not known.address or self.clock() - known.last_seen_at > RIVAL_HEARD_S:
-            return ""  # a worker that moved
-        here, there = (
-            f"{known.context.key.device} at {known.address}",
-            f"{registration.key.device} at {registration.address}",
-        )
-        return f"two workers call themselves {known.worker_id}: {here} and {there}; the newer one counts"
 
 
 def check_room(what: str, number: int, limit: int) -> None:

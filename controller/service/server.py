@@ -122,8 +122,8 @@ async def watch_store(store: Store | None, health_servicer: health.aio.HealthSer
             elif was_ok is not None:
                 log.info("the database takes commits again")
         was_ok = ok
-        if state is not None and (lost := state.num_rows_refused + state.num_reports_dropped) > num_lost:
-            log.error("the database gave rows up, its table store_events says why", num=lost - num_lost)
+        if state is not None and (lost := state.num_rows_refused) > num_lost:
+            log.error("the database refused rows, its table store_events says why", num=lost - num_lost)
             num_lost = lost
         await asyncio.sleep(LOOK_INTERVAL_S)
 

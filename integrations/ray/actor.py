@@ -10,90 +10,55 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from speclen.integrations.ray.hosting import HostedController, RefusedError
+from speclen.integrations.ray.hosting import HostedController
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.logs import set_up_logs
 
 NAME, NAMESPACE = "speclen-controller", "speclen"
-START_S = 60.0  # for a controller to open its database and serve
-ASK_S = 5.0  # for one that serves to say where
-REPLACE_S = 5.0  # between two controllers that could not start: each is a process anew
-
-
-class ControllerActor:
-    """Holds the controller of a fleet. After its death Ray makes it anew with the same arguments, until it is killed."""
-
-    def __init__(self, config: FleetConfig, host: str) -> None:
-        set_up_logs()
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        own = config.controller_host or (ray.util.get_node_ip_address() if host != LOOPBACK else host)
-        self._hosted: HostedController | None = None
-        self._refused = ""  # raised by `address`: what a constructor raises comes to nobody as what it is
-        try:
-            told = config.controller_config(own, os.environ)
-        except ValueError as error:
-            self._refused = str(error)
-            return
-        self._hosted = HostedController(told, again)
-        self._hosted.start()
-
-    def address(self, timeout_s: float = START_S) -> str:
-        """Address of the service. Raises RefusedError if it never will serve, ValueError if not in time."""
-        if self._hosted is None:
-            raise RefusedError(self._refused)
-        return self._hosted.address(timeout_s)
-
-    def stop(self) -> None:
-        if self._hosted is not None:
-            self._hosted.stop()
-
-
+ASK_S = 10.0
 LOOPBACK = "127.0.0.1"
 
 
-def controller_of(config: FleetConfig) -> Any:
+class ControllerActor:
+    """Holds the controller of a fleet. After its death Ray makes it anew, until it is killed, and it is asked again."""
+
+    def __init__(self) -> None:
+        set_up_logs()
+        self._hosted = HostedController()
+
+    async def address(self, config: FleetConfig) -> str:
+        """Address of the service, started as configured if it does not serve. Raises ValueError where it cannot."""
+        return await self._hosted.address(config.controller_config(host_of_controller(config), os.environ))
+
+    async def stop(self) -> None:
+        await self._hosted.stop()
+
+
+def controller_of() -> Any:
     """A handle of the fleet's controller, made if there is none. It prefers the node where it was first asked for.
 
     There its database is. Another machine takes it only when that one is gone.
     """
     place = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor = ray.remote(ControllerActor).options(
-        name=NAME,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=8,
-        num_cpus=0,
-        scheduling_strategy=place,
-    )
-    return actor.remote(config, host_of_controller(config))
+    options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
+    return ray.remote(ControllerActor).options(**options, num_cpus=0, scheduling_strategy=place).remote()
 
 
 def host_of_controller(config: FleetConfig) -> str:
-    """Host to listen on by default: loopback, or "" for the address of its node.
-
-    It keeps what it is told now, whoever joins later: so it is on loopback only where nothing protects it.
-    """
-    return host_of_cluster() if config.controller_cert is None and not config.insecure else ""
+    """Host to listen on: as told, loopback where nothing protects it and all nodes are this machine, else the node's."""
+    alone = config.controller_cert is None and not config.insecure and is_one_machine()
+    return config.controller_host or (LOOPBACK if alone else ray.util.get_node_ip_address())
 
 
-def host_of_cluster() -> str:
-    """Loopback where all nodes are this machine, since then nobody else has to reach the controller."""
-    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-    return LOOPBACK if len(machines) == 1 else ""
+def is_one_machine() -> bool:
+    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}) == 1
 
 
 async def find_controller(config: FleetConfig) -> str:
-    """The controller's present address. Raises Ray's errors while it starts again, RefusedError if it cannot start."""
-    handle = await asyncio.to_thread(controller_of, config)
-    try:
-        async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
-            return str(await handle.address.remote(ASK_S))
-    except RefusedError:
-        await asyncio.sleep(REPLACE_S)
-        await asyncio.to_thread(ray.kill, handle)  # or it would be given to whoever asks; the next may be told better
-        raise
+    """The controller's present address. Raises Ray's errors while it starts again, ValueError if it cannot start."""
+    handle = await asyncio.to_thread(controller_of)
+    async with asyncio.timeout(ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
+        return str(await handle.address.remote(config))
 
 
 def present_controller() -> Any:

@@ -5,35 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
 from speclen.integrations.ray.actor import (
-    LOOPBACK,
     NAME,
     NAMESPACE,
     controller_of,
     end_controller,
-    host_of_cluster,
+    is_one_machine,
     present_controller,
 )
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.address import check_free, is_loopback, split_address
 
 APPLICATION = "speclen"
+START_S = 60.0  # for a controller to open its database and serve
 SERVICERS = [
     "speclen.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
-LOOK_S = 0.5
-TELL_S = 15.0  # between two lines about workers that have no place yet
 Say = Callable[[str], None]
 
 
@@ -67,7 +63,8 @@ def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Itera
         start_proxies(listen, http_listen)
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
         say(f"the controller serves on {start_controller(config)}")
-        deploy(config, say)
+        say(f"starting {config.workers} workers")
+        deploy(config)
         yield config
     finally:
         try:
@@ -80,7 +77,7 @@ def protected(config: FleetConfig) -> FleetConfig:
     """With a token for the callers of gRPC, which Ray opens on all interfaces: made here, where all nodes can read it."""
     if config.insecure or config.worker.get("token_file"):
         return config
-    if host_of_cluster() != LOOPBACK:
+    if not is_one_machine():
         raise ValueError(
             "Ray's proxy listens to other machines: give --token-file, a path that is the same on every node, or accept "
             "the risk with --insecure"
@@ -147,31 +144,17 @@ def start_proxies(listen: str, http_listen: str) -> None:
 def start_controller(config: FleetConfig) -> str:
     """Its address, once it serves. Raises ValueError with its sentence where it cannot."""
     try:
-        return str(ray.get(controller_of(config).address.remote()))
+        return str(ray.get(controller_of().address.remote(config), timeout=START_S))
     except ray.exceptions.RayTaskError as error:
         raise ValueError(str(error.cause or error).strip().splitlines()[-1]) from error
 
 
-def deploy(config: FleetConfig, say: Say) -> None:
+def deploy(config: FleetConfig) -> None:
     """Run the application and wait until all workers serve. Raises ValueError when Serve gives up."""
     from speclen.integrations.ray.application import application  # here: it brings torch, which takes seconds
 
-    serve.run_many(
-        [serve.RunTarget(target=application(config), name=APPLICATION, route_prefix="/")],
-        wait_for_applications_running=False,
-    )
-    told, told_at = "", time.monotonic()
-    while (status := serve.status().applications[APPLICATION]).status != "RUNNING":
-        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise ValueError(f"Ray Serve could not start the workers: {reason_of(status)}")
-        if (news := reason_of(status)) != told and time.monotonic() - told_at > TELL_S:
-            told, told_at = news, time.monotonic()
-            say(news)
-        time.sleep(LOOK_S)
-
-
-def reason_of(status: Any) -> str:
-    """Serve's message about the workers, its last line: the lines before are a traceback."""
-    words = [each.message for each in status.deployments.values() if each.message] or [status.message]
-    lines = [line for line in words[0].strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "starting workers"
+    try:
+        serve.run(application(config), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"Ray Serve could not start the workers: {lines[-1]}") from error

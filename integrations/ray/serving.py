@@ -31,7 +31,6 @@ from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.server import (
-    ENGINE,
     SWITCH_INTERVAL_S,
     drain,
     make_async_engine,
@@ -74,7 +73,7 @@ class ServedWorker:
         """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         supervisor = Supervisor()
-        thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+        thread = EngineThread()
         thread.start()
         pair, engine, control = await asyncio.wrap_future(
             thread.call(load, config, lambda words: log.info(words, worker=worker_id))
@@ -119,7 +118,6 @@ class ServedWorker:
         self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
         await asyncio.to_thread(self.engine.admission.close)
-        await self.engine.close()
 
 
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
@@ -136,29 +134,15 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
 
 
 async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:
-    """Report for ever to the controller, wherever it is placed. find: its address; may fail while it is started again."""
+    """Report for ever to the controller, wherever it is placed. find: its address; raises while it is started again."""
     security = config.controller_security()
     credentials, metadata = security.credentials(), security.metadata()
-    address, reporting, told = "", None, ""
-    try:
-        while True:
-            try:
-                found, told = await find() or address, ""
-            except Exception as error:  # Ray's own kinds; a worker goes on with its table, whatever becomes of it
-                found, words = address, str(error).strip().rpartition("\n")[2] or type(error).__name__
-                if words != told:  # once: it is looked for every second
-                    told = words
-                    log.warning("the controller is not to be found", reason=words)
-            if found != address:
-                if reporting is not None:
-                    reporting.cancel()
-                    await asyncio.gather(reporting, return_exceptions=True)
-                address = found
-                reporting = asyncio.create_task(control.run(address, credentials, metadata))
-            if reporting is not None and reporting.done():
-                reporting.result()
-            await asyncio.sleep(LOOK_S)
-    finally:
-        if reporting is not None:
+    while True:
+        address = await find()
+        reporting = asyncio.create_task(control.run(address, credentials, metadata))
+        try:
+            while await find() == address and not reporting.done():
+                await asyncio.sleep(LOOK_S)
+        finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
 from speclen.controller.config import ControllerConfig
-from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
@@ -19,8 +18,9 @@ from speclen.worker.config import WorkerConfig
 NOT_OF_WORKERS = (
     *("listen", "controller", "http_listen", "metrics_listen", "worker_id", "run_id"),
     *("tls_cert", "tls_key", "tls_client_ca", "read_token_file", "controller_cert", "controller_key"),
-    *("quick_profile_s", "insecure"),
+    "insecure",
 )
+OF_WORKERS = set(settings_of(WorkerConfig)) - set(NOT_OF_WORKERS)
 QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once
 
 
@@ -55,13 +55,9 @@ class FleetConfig:
         if self.metrics_listen:
             check_pages(self.metrics_listen, ServerSecurity(self.controller_cert, self.controller_key), self.insecure)
         for name in self.worker:
-            if name in NOT_OF_WORKERS or name not in settings_of(WorkerConfig):
-                raise ValueError(f"{name} is no setting of workers on Ray{nearest(name)}")
+            if name not in OF_WORKERS:
+                raise ValueError(f"{name} is no setting of workers on Ray")
         self.worker_config({})
-
-    @property
-    def most_workers(self) -> int:
-        return self.max_workers or self.workers
 
     @property
     def rows_ahead(self) -> int:
@@ -70,10 +66,8 @@ class FleetConfig:
 
     def worker_config(self, environment: Mapping[str, str], controller: str = "") -> WorkerConfig:
         """Settings of a worker on a node with this environment. Raises ValueError naming setting and value."""
-        of_node = {}
-        for name in settings_of(WorkerConfig):
-            if name not in NOT_OF_WORKERS and (text := environment.get(f"SPECLEN_WORKER_{name.upper()}")):
-                of_node[name] = parse(WorkerConfig, name, text)
+        told = {name: environment.get(f"SPECLEN_WORKER_{name.upper()}") for name in OF_WORKERS}
+        of_node = {name: parse(WorkerConfig, name, text) for name, text in told.items() if text}
         return WorkerConfig(**{**self.worker, **of_node, "controller": controller})
 
     def controller_config(self, host: str, environment: Mapping[str, str]) -> ControllerConfig:
@@ -101,41 +95,16 @@ def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
         name = key.replace("-", "_")
         if name in settings_of(FleetConfig):
             fleet[name] = parse(FleetConfig, name, value)
-        elif name in settings_of(WorkerConfig) and name not in NOT_OF_WORKERS:
+        elif name in OF_WORKERS:
             worker[name] = parse(WorkerConfig, name, value)
         else:
-            raise ValueError(f"{key} is no setting of a fleet on Ray{nearest(name)}")
+            raise ValueError(f"{key} is no setting of a fleet on Ray")
     return FleetConfig(**fleet, worker=worker)
 
 
 def parse(config: type, name: str, value: Any) -> Any:
-    """A setting's value from text, by its type. Raises ValueError naming it. What is no text stays as it is."""
-    if not isinstance(value, str):
-        return value
-    kind = get_type_hints(config)[name]
-    if kind is bool:
-        if value.lower() not in ("1", "true", "yes", "0", "false", "no"):
-            raise ValueError(f"{name} is {value!r}; it must be true or false")
-        return value.lower() in ("1", "true", "yes")
+    """A setting's value by its type. Raises ValueError naming it."""
     try:
-        return {int: int, float: float, str: str}.get(kind, Path)(value)
-    except ValueError:
-        raise ValueError(f"{name} is {value!r}; it must be a number") from None
-
-
-def nearest(name: str) -> str:
-    known = {each.name for each in fields(FleetConfig) if each.metadata} | set(settings_of(WorkerConfig))
-    close = difflib.get_close_matches(name, known - set(NOT_OF_WORKERS), n=1)
-    return f"; did you mean {close[0]}?" if close else ": Ray places workers, and its proxies listen for them"
-
-
-def check_reachable(address: str) -> None:
-    """Raises ValueError where nothing listens: Ray itself would try for a minute."""
-    host, port = split_address("--ray", address.removeprefix("ray://"))
-    try:
-        socket.create_connection((host, port), timeout=3.0).close()
-    except OSError as error:
-        raise ValueError(
-            f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
-            "leave out the address"
-        ) from error
+        return TypeAdapter(get_type_hints(config)[name]).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name} is {value!r}: {error.errors()[0]['msg']}") from None

@@ -51,8 +51,7 @@ def test_dice_are_the_same_for_the_same_seed(tmp_path) -> None:
     assert numbers[0] == numbers[1]
 
 
-# Kills have a test of their own, with more of them: test_kill.py.
-@pytest.mark.parametrize("name", [name for name, each in FAULTS.items() if each.brief and name != "kill-controller"])
+@pytest.mark.parametrize("name", [name for name, each in FAULTS.items() if each.brief])
 def test_the_short_run(name, tmp_path) -> None:
     place = Place(tmp_path, BRIEF_S, random.Random(name))
     try:

@@ -31,7 +31,7 @@ class FakeStore:
         self.commits.append((commit, on_done))
 
     def health(self) -> StoreHealth:
-        return StoreHealth(self.ok, "", 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+        return StoreHealth(self.ok, "", 0, 0, 0, 0, 0.0, 0)
 
     async def land(self, number: int = 0, error: Exception | None = None) -> None:
         self.commits[number][1](error)
@@ -63,7 +63,7 @@ class Parts:
     def __post_init__(self) -> None:
         self.registry = Registry(self.clock, 100, 100)
         self.journal = Journal(self.store, self.estimator, self.clock)
-        self.learner = Learner(self.estimator, self.registry, self.journal, self.totals, self.clock)
+        self.learner = Learner(self.estimator, self.registry, self.journal, self.totals)
         self.intake = Intake(self.registry, self.learner, self.journal, self.totals, self.clock)
 
     def worker(self, worker_id: str = "w", epoch: int = 7, key: ContextKey = KEY, policy: str = "adaptive") -> Worker:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from typer.testing import CliRunner
 
@@ -28,10 +25,8 @@ from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
-from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
-from speclen.worker.profiling.samples import ProfileSamples
-from speclen.worker.profiling.seeding import knows_context, profile_request
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker
@@ -64,11 +59,11 @@ def models(folders: tuple[str, str]) -> list[object]:
 def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a database, into which one profile was run."""
     data = tmp_path_factory.mktemp("data")
-    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4, "--precision", 0.5]
+    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4]
     result = call("run", *models(folders), *grid, "--data-dir", data, "--db", data / "s.db", "--out", data / "p.json")
     assert result.exit_code == 0
     assert "gain over 0" in result.stdout
-    assert "The paper's model: accepted" in result.stdout
+    assert "our estimator" in result.stdout
     return data
 
 
@@ -120,7 +115,6 @@ def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path, t
 def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path) -> None:
     shown = json.loads(call("show", "--db", measured / "s.db", "--json").stdout)
     assert [best["batch_size"] for best in shown["best"]] == [1, 2, 3]
-    assert shown["paper_model"]["gamma"] > 0
     assert json.loads(call("export", "1", "--db", measured / "s.db").stdout)["cells"] == shown["cells"]
     assert "* is least" in call("show", measured / "p.json").stdout
     for suffix in ("png", "svg"):
@@ -243,7 +237,7 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
     return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
 
 
-def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> None:
+def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
     analysis = analyse(document(1.0))
     one, _, eight = analysis.batches
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
@@ -252,7 +246,6 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
     # Batch 8: 10, 15 / 1.7, 20 / 2.2, 25 / 2.6.
     assert eight.best_length == 1
     for batch in analysis.batches:
-        assert batch.paper_excess is not None
         assert batch.estimator_excess is not None
         assert batch.estimator_excess < 0.1
     assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
@@ -260,7 +253,7 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
 
 def own_import(db: Path, key: ContextKey = KEY) -> int:
     """Import a made-up profile while no controller runs."""
-    return Destination(db, "", Client()).take(document(1.0).to_request(key, as_prior=False))
+    return Destination(db, "", Client()).take(document(1.0).to_request(key))
 
 
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,41 +277,3 @@ def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> Non
     store.close()
     own_import(store.path)
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
-
-
-class KnowingController(rpc.ControlServiceServicer):
-    """Knows one context by a profile and one only by registration."""
-
-    def GetLearnedTable(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        if request.context.target == "unknown":
-            context.abort(grpc.StatusCode.NOT_FOUND, "no such context")
-        row = pb.LearnedRow(batch_min=1, batch_max=1, source=request.context.target)
-        return pb.GetLearnedTableResponse(tables=[pb.LearnedTable(context=request.context, rows=[row])])
-
-
-def test_a_worker_finds_out_whether_its_context_is_known() -> None:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    rpc.add_ControlServiceServicer_to_server(KnowingController(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert knows_context(channel, pb.ContextKey(target="profile")) is True
-        assert knows_context(channel, pb.ContextKey(target="online")) is True
-        assert knows_context(channel, pb.ContextKey(target="prior")) is False
-        assert knows_context(channel, pb.ContextKey(target="unknown")) is False
-    server.stop(0).wait()
-    start = time.monotonic()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert knows_context(channel, pb.ContextKey(target="profile"), timeout_s=0.5) is None
-    assert time.monotonic() - start < 20
-
-
-def test_a_request_of_a_quick_profile_carries_every_cell() -> None:
-    samples = ProfileSamples(
-        steps={(1, 0): [(0.01, 50.0, 0)] * 5, (2, 1): [(0.02, 50.0, 0)] * 5}, histograms={1: [2, 8]}
-    )
-    request = profile_request(pb.ContextKey(target="t"), samples.result(), "quick")
-    assert [(c.batch_size, c.speculation_length, c.num_steps) for c in request.cells] == [(1, 0, 5), (2, 1, 5)]
-    assert list(request.survival) == [0.8]
-    assert list(request.num_survival_rows) == [10]
-    assert not request.as_prior

@@ -1,7 +1,6 @@
 """A controller as its operator meets it: one line when it serves, one sentence when it cannot, nothing lost either way."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -65,12 +64,6 @@ def test_a_taken_port_is_not_shared():
         assert "--metrics-listen" in refused("--in-memory", "--metrics-listen", address)
 
 
-def test_two_controllers_do_not_share_a_database(tmp_path):
-    with killed_at_the_end(start("--db", str(tmp_path / "one.db"))) as process:
-        address_of(process)
-        assert f"process {process.pid}" in refused("--db", str(tmp_path / "one.db"))
-
-
 def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tmp_path):
     database = tmp_path / "gone.db"
     with killed_at_the_end(start("--db", str(database))) as process:
@@ -87,14 +80,6 @@ def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tm
         assert process.returncode == 1
         [told] = [line for line in errors.splitlines() if "critical" in line]
         assert "deleted" in told
-
-
-def test_a_damaged_database_is_refused_and_moved_aside_when_told(tmp_path):
-    (tmp_path / "noise.db").write_bytes(os.urandom(8192))
-    assert "--move-corrupt-aside" in refused("--db", str(tmp_path / "noise.db"))
-    with killed_at_the_end(start("--db", str(tmp_path / "noise.db"), "--move-corrupt-aside")) as process:
-        address_of(process)
-    assert list(tmp_path.glob("noise.db.damaged-*"))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.cli.doctor import examine
 from speclen.store.connection import connect_reader
-from speclen.store.queries import stored_reports, workers
+from speclen.store.queries import workers
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import (
@@ -23,7 +22,6 @@ from tests.support.control_fakes import (
     run,
     served,
     status_of,
-    until_durable,
 )
 
 PROFILE = pb.ImportProfileRequest(
@@ -42,48 +40,6 @@ PROFILE = pb.ImportProfileRequest(
     num_survival_rows=[1000] * 4,
     source="test",
 )
-
-
-def test_the_life_of_a_report(tmp_path):
-    """Registered, sent, learned from, on disk, in the table; and after a restart still there."""
-
-    async def first_life():
-        async with served(tmp_path) as at:
-            answer = await at.stub.RegisterWorker(registration())
-            assert answer.durable_seq == 0
-            covered = [b for c in answer.table.choices for b in range(c.batch_min, c.batch_max + 1)]
-            assert covered == list(range(1, 33)), "every batch size is in exactly one bucket"
-            call = at.stub.StreamReports()
-            await call.write(group(1, 64))
-            answer = await call.read()
-            assert answer.applied_seq == 64
-            assert (answer.num_refused, answer.sample_every) == (0, 1)
-            assert answer.HasField("table")
-            answer = await until_durable(call, 64)
-            assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(1, 65))
-            learned = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables[0]
-            steps = {
-                (row.batch_min <= 4 <= row.batch_max, row.speculation_length): row.num_steps for row in learned.rows
-            }
-            assert steps[True, 2] == 64
-            assert sum(row.num_steps for row in learned.rows) == 64
-            return learned
-
-    async def second_life(learned):
-        async with served(tmp_path) as at:
-            again = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
-            assert again == learned, "a restart changes nothing"
-            assert (await at.stub.RegisterWorker(registration())).durable_seq == 64
-            call = at.stub.StreamReports()
-            await call.write(group(60, 70))
-            await until_durable(call, 70)
-            assert at.service.totals.num_repeated == 5
-            assert at.service.totals.num_reports == 6
-
-    async def story():
-        await second_life(await first_life())
-
-    run(story)
 
 
 @controller_story
@@ -294,17 +250,3 @@ def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
             assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
 
     run(story)
-
-
-@controller_story(stored=True, commit_interval_s=0.05)
-async def test_two_machines_with_one_name_are_told(at, tmp_path):
-    other = pb.ContextKey(target="t", draft="d", device="cuda:other", dtype="float32")
-    await at.stub.RegisterWorker(registration(epoch=7, address="one:7080"))
-    await at.stub.RegisterWorker(registration(epoch=8, address="one:7080"))  # started again
-    assert not at.service.totals.drift
-    await at.stub.RegisterWorker(registration(epoch=9, address="two:7080", context=other))
-    assert at.service.totals.drift == {"worker": 1}
-    assert await at.service.journal.finish(10.0)
-    [finding] = [each for each in examine(tmp_path / "test.db") if each.check == "isolated workers"]
-    assert f"two workers call themselves w: {CONTEXT.device} at one:7080 and cuda:other at two:7080" in finding.found
-    assert "--worker-id" in finding.advice

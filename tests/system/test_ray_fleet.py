@@ -6,12 +6,6 @@ With Ray itself: scripts/fleet_check.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +13,16 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from structlog.testing import capture_logs
+from grpc import aio
 
 from speclen.cli.app import with_ray_address
 from speclen.cli.support.errors import UserError
 from speclen.cli.up.up import OF_FLEETS, refuse_without_ray
+from speclen.controller.config import ControllerConfig
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
-from speclen.integrations.ray.hosting import RefusedError
-from speclen.integrations.ray.serving import ServedWorker, follow_controller, guarded
-from speclen.integrations.ray.settings import FleetConfig, check_reachable, fleet_from
+from speclen.integrations.ray.hosting import HostedController
+from speclen.integrations.ray.serving import ServedWorker, guarded
+from speclen.integrations.ray.settings import FleetConfig, fleet_from
 from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
@@ -65,7 +60,7 @@ class FakeContext:
 
 def test_arguments_of_serve_run_become_settings_by_their_type(tmp_path):
     config = fleet_from({"workers": "2", "max-workers": "4", "data_dir": str(tmp_path), "target": "t", "threads": "1"})
-    assert (config.workers, config.most_workers, config.data_dir) == (2, 4, tmp_path)
+    assert (config.workers, config.max_workers, config.data_dir) == (2, 4, tmp_path)
     assert config.worker_config({}).threads == 1
     assert config.worker_config({"SPECLEN_WORKER_THREADS": "3"}).threads == 3  # a node's own word is the last
 
@@ -73,12 +68,12 @@ def test_arguments_of_serve_run_become_settings_by_their_type(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"worker": "2"}, "did you mean workers"),
+        ({"worker": "2"}, "worker is no setting"),
         ({"listen": "127.0.0.1:1"}, "listen"),
-        ({"workers": "two"}, "'two'; it must be a number"),
+        ({"workers": "two"}, "workers is 'two'"),
         ({"workers": "0"}, "--workers is 0"),
         ({"workers": "3", "max_workers": "2"}, "--max-workers 2"),
-        ({"insecure": "maybe"}, "true or false"),
+        ({"insecure": "maybe"}, "insecure is 'maybe'"),
         ({"policy": "best"}, "--policy 'best'"),
         ({"controller_cert": "c.pem"}, "belong together"),
         ({"metrics_listen": "0.0.0.0:9070"}, "--metrics-listen 0.0.0.0:9070 is open"),
@@ -113,18 +108,8 @@ def test_ray_may_go_without_its_address():
 
 def test_what_only_ray_can_follow_is_refused_without():
     refuse_without_ray({"max_workers": 0, "cpus_per_worker": 1.0})
-    with pytest.raises(UserError, match="--max-workers 4 is for Ray"):
+    with pytest.raises(UserError, match="--max-workers 4 needs --ray"):
         refuse_without_ray({"max_workers": 4})
-
-
-def test_no_cluster_at_the_address_is_told_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        check_reachable(address)
-    with pytest.raises(ValueError, match=f"no Ray cluster at {address}"):
-        check_reachable(address)
-    with pytest.raises(ValueError, match="--ray 'nonsense' is not HOST:PORT"):
-        check_reachable("nonsense")
 
 
 # Calls.
@@ -205,125 +190,25 @@ def test_a_wrong_token_is_refused_before_anything_is_done():
 # The controller inside a process of Ray's.
 
 
-# In a process of its own, as on Ray: it answers with an address or in words, until its input ends.
-HOSTED = """
-import json, sys
-from pathlib import Path
-from speclen.controller.config import ControllerConfig
-from speclen.integrations.ray.hosting import HostedController, RefusedError
-from speclen.transport.logs import set_up_logs
-set_up_logs()
-folder, options = sys.argv[1], json.loads(sys.argv[2])
-exec(sys.argv[3])
-controller = HostedController(ControllerConfig(listen="127.0.0.1:0", data_dir=Path(folder)), **options)
-controller.start()
-for line in sys.stdin:
-    try:
-        print("at", controller.address(float(line)), sep=": ", flush=True)
-    except ValueError as error:
-        print("never" if isinstance(error, RefusedError) else "not yet", error, sep=": ", flush=True)
-controller.stop()
-sys.exit(1 if controller.error else 0)
-"""
+def of(folder: Path, **changes: Any) -> ControllerConfig:
+    return ControllerConfig(**{"listen": "127.0.0.1:0", "data_dir": folder} | changes)
 
 
-class Hosted:
-    """A controller as an actor of Ray's holds it. broken: code that breaks something of it, or sets it up otherwise."""
+def test_a_controller_that_could_not_start_does_when_it_is_told_better(tmp_path):
+    async def scenario() -> None:
+        first, second = HostedController(), HostedController()
+        address = await first.address(of(tmp_path))
+        assert await first.address(of(tmp_path / "other")) == address, "one that serves stays"
+        async with aio.insecure_channel(address) as channel:
+            await control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
+        with pytest.raises(ValueError, match="in use by another controller"):
+            await second.address(of(tmp_path))
+        await first.stop()
+        assert await second.address(of(tmp_path))
+        await second.stop()
 
-    def __init__(self, folder: Path, broken: str = "", **options: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HOSTED, str(folder), json.dumps(options), broken],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def address(self, timeout_s: float = PATIENCE_S) -> str:
-        """Raises what the controller raises."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{timeout_s}\n")
-        self.process.stdin.flush()
-        word, _, rest = self.process.stdout.readline().strip().partition(": ")
-        if word != "at":
-            raise (RefusedError if word == "never" else ValueError)(rest)
-        return rest
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.communicate(timeout=PATIENCE_S)
-
-
-@contextlib.contextmanager
-def hosted(folder: Path, **options: Any) -> Iterator[Hosted]:
-    controller = Hosted(folder, **options)
-    try:
-        yield controller
-    finally:
-        controller.stop()
-
-
-def register(address: str) -> Any:
-    with grpc.insecure_channel(address) as channel:
-        return control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
-
-
-def test_a_successor_waits_for_what_its_predecessor_still_holds(tmp_path):
-    with hosted(tmp_path) as first:
-        first.address()
-        with hosted(tmp_path, patient=True) as second:
-            with pytest.raises(ValueError, match="did not serve within") as waiting:
-                second.address(0.5)
-            assert waiting.type is ValueError
-            first.stop()
-            assert second.address()
-
-
-BROKEN_START = """
-from speclen.store.database import Store
-def load(self): raise {error}
-Store.load = load
-"""
-WITH_PAGE = """
-import functools
-ControllerConfig = functools.partial(ControllerConfig, metrics_listen="{page}")
-"""
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("RuntimeError('of another kind')", "RuntimeError: of another kind"),
-        ("OSError('busy')", "^busy"),
-        ("OSError", "OSError"),  # it has no words of its own
-    ],
-)
-def test_what_cannot_start_says_so_whatever_the_reason(tmp_path, error, words):
-    """Story: an error that nobody had thought of ended the thread, and the actor lived on without a controller."""
-    with (
-        hosted(tmp_path, broken=BROKEN_START.format(error=error)) as controller,
-        pytest.raises(RefusedError, match=words),
-    ):
-        controller.address()
-
-
-def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        page = f"127.0.0.1:{probe.getsockname()[1]}"
-    with hosted(tmp_path, broken=WITH_PAGE.format(page=page)) as controller:
-        register(controller.address())
-        assert "speclen_controller_workers 1.0" in httpx.get(f"http://{page}/metrics").text
-    assert controller.process.returncode == 0
+    asyncio.run(scenario())
     assert rows(tmp_path / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
-
-
-def wait_until(holds: Any) -> None:
-    async def look() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():
-                await asyncio.sleep(0.05)
-
-    asyncio.run(look())
 
 
 # A worker inside a process of Ray's.
@@ -356,24 +241,6 @@ def test_one_address_of_many_workers_has_no_metrics():
     assert "several workers answer at this address" in answer.json()["error"]["message"]
 
 
-def test_a_controller_that_does_not_answer_is_told_with_words():
-    async def find() -> str:
-        raise TimeoutError
-
-    async def scenario() -> str:
-        control: Any = None  # nothing is reported while no controller is found
-        with capture_logs() as logs:
-            following = asyncio.create_task(follow_controller(control, WorkerConfig(), find))
-            async with asyncio.timeout(PATIENCE_S):
-                while not logs:
-                    await asyncio.sleep(0.01)
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        return str(logs[0]["reason"])
-
-    assert asyncio.run(scenario()) == "TimeoutError"
-
-
 def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path):
     """One worker: its calls by gRPC's and by OpenAI's edge give the same text; its controller is started elsewhere."""
     where = SimpleNamespace(address="")
@@ -397,13 +264,12 @@ def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path
                 body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
                 whole = (await client.post("/v1/completions", json=body)).json()
             assert whole["choices"][0]["text"] == answers[-1].complete.text != ""
-            # In threads: a loop that waits for a process as long as a busy machine needs is taken for one that hangs.
             for name in ("one", "two"):
-                with hosted(tmp_path / name) as controller:
-                    where.address = await asyncio.to_thread(controller.address)
-                    await joined(worker, tmp_path / name)
-                    where.address = ""
-                    await asyncio.to_thread(controller.stop)
+                controller = HostedController()
+                where.address = await controller.address(of(tmp_path / name))
+                await joined(worker, tmp_path / name)
+                where.address = ""
+                await controller.stop()
             assert worker.control.table.source in ("controller", "last table")
         finally:
             await worker.stop()

@@ -187,23 +187,6 @@ def test_an_error_is_described_with_its_place() -> None:
     assert "(test_supervision.py:" in said
 
 
-def test_a_loop_that_hangs_is_noticed_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speclen.transport.supervision, "HANG_LOOK_S", 0.05)
-    monkeypatch.setattr(speclen.transport.supervision, "HANG_LOOKS", 4)
-    places: list[str] = []
-
-    async def test() -> None:
-        watch = Supervisor().watch_loop(places.append)
-        await asyncio.sleep(0.5)
-        assert watch.is_alive(), "a loop that answers does not hang"
-        assert not places
-        time.sleep(0.6)  # noqa: ASYNC251  (a loop that hangs is the point)
-        watch.join(5.0)
-
-    run(test)
-    assert "test_supervision.py" in places[0]
-
-
 HANGING = """
 import asyncio, time
 from speclen.transport import supervision

@@ -99,12 +99,3 @@ def test_numbers_are_bounded_and_the_flag_is_named():
     known.register(registration("a"))
     with pytest.raises(FullError, match="--max-contexts"):
         known.register(registration("b", key=OTHER))
-
-
-def test_two_live_workers_of_one_name_are_told_apart_from_a_restart():
-    known = registry()
-    known.register(Registration("w", 7, KEY, LIMITS, "a:1"))
-    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "a:1")) == ""
-    assert "two workers call themselves w" in known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1"))
-    known.clock.now += 60.0
-    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1")) == "", "a worker that moved"

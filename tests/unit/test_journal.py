@@ -47,6 +47,7 @@ async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts):
     parts.journal.note_worker(worker)
     parts.journal.commit()
     assert all(row.applied_seq == 0 for row in parts.store.last.workers)
+    await parts.store.land()
     parts.learner.learn(worker)
     parts.journal.commit()
     assert (parts.store.last.workers[0].applied_seq, seqs_of(parts.store.last)) == (2, [1, 2])
@@ -173,32 +174,24 @@ async def test_expensive_commits_stretch_the_interval_instead_of_the_loop(parts)
 
 
 @story
-async def test_marks_move_once_a_full_disk_takes_the_commits_again(parts):
-    workers = [parts.worker(f"w{number}") for number in range(10)]
+async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows(parts):
+    """The oldest raw rows are given up and counted; estimates and marks contain them."""
+    parts.journal.max_waiting_reports = 50
+    workers = [parts.worker(f"w{number}") for number in range(2)]
     parts.store.ok = False
     for seq in range(1, 101):
-        for each in workers if seq == 1 else workers[1:]:
+        for each in workers:
             parts.send(each, seq)
         parts.journal.commit()
-    for number in range(100):  # they are one transaction for the store
-        await parts.store.land(number)
-    assert [each.durable_seq for each in workers] == [1] + [100] * 9
-    assert parts.journal.num_waiting_reports == 0
-
-
-@story
-async def test_a_commit_that_fails_after_another_took_its_marks_over_is_told_again(parts):
-    """Story: the next commit had the mark alone, and a restart would have known less of the worker."""
-    worker, other = parts.worker(), parts.worker("w2")
-    parts.store.ok = False
-    parts.send(worker, 1, 2)
+    [(first, _)] = parts.store.commits
+    assert seqs_of(first) == [1, 1]
+    await parts.store.land(0)
     parts.journal.commit()
-    parts.send(other, 1)
-    parts.journal.commit()
-    await parts.store.land(0, RuntimeError("no"))
+    assert (parts.journal.num_reports_dropped, parts.store.last.num_reports_dropped) == (150, 150)
+    assert seqs_of(parts.store.last) == [seq for seq in range(77, 101) for _ in workers]
     await parts.store.land(1)
-    parts.journal.commit()
-    assert {row.worker_id: row.applied_seq for row in parts.store.last.workers}["w"] == 2
+    assert [each.durable_seq for each in workers] == [100, 100]
+    assert parts.journal.num_waiting_reports == 0
 
 
 @story
@@ -209,7 +202,7 @@ async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
     parts.send(worker, 1)
     parts.send(other, 1, 2)
     parts.journal.commit()
-    assert [commit.scope for commit, _ in parts.store.commits] == ["t2 + d"]
+    assert [commit.states[0].target for commit, _ in parts.store.commits] == ["t2"]
     assert list(parts.journal.given_up) == [KEY.pair]
     parts.estimator.save = save
     parts.journal.commit()
@@ -222,6 +215,7 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
     parts.send(worker, 1)
     parts.send(elsewhere, 1)
     parts.journal.commit()
+    await parts.store.land()
     parts.send(worker, 2)
     parts.journal.commit()
     first, second = (commit for commit, _ in parts.store.commits)

@@ -1,4 +1,4 @@
-"""A controller that reads the database goes on as if nothing had happened; what it cannot use is kept and learned anew."""
+"""A controller that reads the database goes on as if nothing had happened; what it cannot use is kept."""
 
 import asyncio
 import json
@@ -41,10 +41,8 @@ def saved(path, *more_reports) -> StoredState:
     return stored
 
 
-def restored(stored: StoredState, path=None, failing=()) -> tuple[FakeEstimator, Registry, list, list]:
+def restored(stored: StoredState, path=None) -> tuple[FakeEstimator, Registry, list, list]:
     estimator, registry = FakeEstimator(), Registry(lambda: 0.0, 10, 10)
-    observe = estimator.observe
-    estimator.observe = lambda key, steps, worker: 1 / 0 if key in failing else observe(key, steps, worker)
     return estimator, registry, *restore(estimator, registry, stored, path)
 
 
@@ -75,15 +73,14 @@ def test_the_readable_tables_say_what_the_estimator_believes(tmp_path):
 
 
 @pytest.mark.parametrize("state", [b"", b"\x00\xff", b"[]]", b'[["a", 1]]'])
-def test_a_state_that_is_none_is_set_aside_and_its_contexts_learn_from_the_kept_reports(tmp_path, state):
+def test_a_state_that_is_none_is_set_aside_and_its_contexts_begin_anew(tmp_path, state):
     stored = saved(tmp_path / "s.db")
     stored.states[KEY.pair] = state
     estimator, registry, forgotten, [event] = restored(stored, tmp_path / "s.db")
     assert (event.kind, event.content) == ("state_set_aside", state)
     assert "t + d" in event.detail
     assert [context.key for context in forgotten] == [KEY, ELSEWHERE]
-    assert estimator.calls == [(KEY, [1, 2, 3, 7, 8], "w"), (ELSEWHERE, [1, 2, 3, 7, 8], "v")]
-    assert estimator.table(KEY).arm_for(1) == Arm(2), "the profile came first"
+    assert estimator.table(KEY).arm_for(1) == Arm(3), "its profile seeds it again"
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
 
 
@@ -94,19 +91,3 @@ def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
     _, registry, forgotten, [event] = restored(changed)
     assert (forgotten, event.content) == ([], b'{"1": 2}')
     assert registry.workers["w"].seqs.missing == []
-
-
-def test_a_stored_group_that_cannot_be_learned_from_costs_itself_alone(tmp_path):
-    stored = saved(tmp_path / "s.db")
-    stored.states.clear()
-    estimator, _, forgotten, _ = restored(stored, tmp_path / "s.db", failing=[KEY])
-    assert len(forgotten) == 2
-    assert [key for key, _, _ in estimator.calls] == [ELSEWHERE]
-
-
-def test_a_profile_seeds_again_where_the_state_does_not_hold_it(tmp_path):
-    stored = saved(tmp_path / "s.db")
-    stored.states.clear()
-    stored = StoredState(stored.contexts, (), {}, stored.last_group_id, stored.last_profile_id)
-    estimator, *_ = restored(stored, tmp_path / "s.db", failing=[KEY])
-    assert estimator.table(KEY).arm_for(1) == Arm(3)

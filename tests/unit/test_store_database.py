@@ -238,31 +238,10 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     wait_for(lambda: len(answers) == 10)
     assert answers == [None] * 10
     assert store.health().ok
-    assert store.health().num_reports_dropped == 0
     assert rows(store.path, "SELECT seq FROM step_reports") == [(seq,) for seq in range(1, 5002)]
     assert store.load().workers[0].applied_seq == 5001
     assert rows(store.path, "SELECT count(*) FROM store_events") == [(0,)]
     store.close()
-
-
-def test_beyond_the_bound_the_oldest_raw_rows_go_and_the_estimates_stay(tmp_path):
-    store, connection = open_with_connection(tmp_path / "s.db", small_config(max_pending_reports=1000))
-    store_now(store, moment([1]))
-    fill_up(connection)
-    for first in range(2, 10_002, 100):
-        store.submit(moment(range(first, first + 100)), lambda error: None)
-        if first % 2000 < 100:
-            time.sleep(0.05)
-    wait_for(lambda: store.health().num_failures >= 10 and store.health().num_pending_reports <= 1000)
-    make_room(connection)
-    wait_for(lambda: store.health().ok)
-    store.close()
-    assert store.health().num_reports_dropped == 9000
-    assert rows(store.path, "SELECT kind, sum(num_rows) FROM store_events") == [("reports_dropped", 9000)]
-    assert rows(store.path, "SELECT count(*), min(seq), max(seq) FROM step_reports WHERE seq > 1") == [
-        (1000, 9002, 10_001)
-    ]
-    assert rows(store.path, "SELECT state FROM learned_states") == [(b"10001",)]
 
 
 def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):

@@ -185,7 +185,7 @@ def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, c
     store.close()
 
 
-def test_a_refusal_in_one_scope_does_not_hold_up_another(tmp_path):
+def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     """Both wait for another program's lock, so they are of one transaction."""
     store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
     assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
@@ -193,11 +193,11 @@ def test_a_refusal_in_one_scope_does_not_hold_up_another(tmp_path):
     outcomes: dict[str, Exception | None] = {}
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        bad = Commit(workers=[worker(2**64)], reports=[report(1)], scope="bad")
+        bad = Commit(workers=[worker(2**64)], reports=[report(1)])
         store.submit(bad, lambda error: outcomes.update(bad=error))
         wait_until(lambda: not store.health().ok)
         others = {"worker_key": 2, "context_id": 2}
-        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)], scope="good")
+        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)])
         store.submit(good, lambda error: outcomes.update(good=error))
         wait_until(lambda: store.health().num_pending_commits == 2)
         other.execute("ROLLBACK")

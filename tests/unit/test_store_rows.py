@@ -114,10 +114,10 @@ def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
 
 def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store):
     """Pairs of models commit apart, and a worker that comes back with another draft is in two of them."""
-    assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)], scope="b")) is None
-    assert store_now(store, Commit(contexts=[context()], workers=[worker(90, epoch=7)], scope="a")) is None
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)])) is None
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(90, epoch=7)])) is None
     assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 5)]
-    assert store_now(store, Commit(contexts=[context()], workers=[worker(6, epoch=8)], scope="b")) is None
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(6, epoch=8)])) is None
     assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 6)]
 
 

@@ -1,8 +1,9 @@
-"""Commits: several times a second one per pair of models that changed, with all that belongs together.
+"""Commits: about once a second one per pair of models that changed, with all that belongs together.
 
 A commit holds the raw reports learned from since the last one, the estimator's state that contains them and the
 high-water marks that say so; rows and marks are taken when the reports are learned from, on the event loop, so that after
-a crash none knows more than the others. When the store says that it is on disk, the marks become durable_seq.
+a crash none knows more than the others. When the store says that it is on disk, the marks become durable_seq. Until then
+the pair's next changes are collected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import structlog
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.saving import rows
-from speclen.controller.service.saving.pending import Flight, Mark, Pair, Unsaved
+from speclen.controller.service.saving.pending import Mark, Pair, Unsaved
 from speclen.controller.wire.stored import row_of
 from speclen.records import Decision, DriftEvent, Profile, StepRecord
 from speclen.store.database import Store
@@ -27,7 +28,8 @@ log = structlog.get_logger()
 
 # Largest share of the event loop that building commits may take; with many contexts the interval grows instead.
 MAX_SHARE = 0.1
-# Reports on their way to a working disk before streams are made to wait: two seconds at 100,000 a second.
+# Reports on their way to a disk, some 500 bytes each. Beyond, streams wait for one that works, two seconds at 100,000 a
+# second; for one that does not the oldest raw rows are given up, and the estimates that contain them stay.
 MAX_WAITING_REPORTS = 200_000
 
 
@@ -53,11 +55,11 @@ class Journal:
         self.max_waiting_reports = MAX_WAITING_REPORTS
         self.num_commits = 0
         self.num_failed_commits = 0
+        self.num_reports_dropped = 0
         self.given_up: dict[Pair, Exception] = {}
         self._profile_ids = itertools.count(last_profile_id + 1)
         self._unsaved: dict[Pair, Unsaved] = {}
-        self._flights: dict[int, Flight] = {}
-        self._flight_ids = itertools.count(1)
+        self._in_flight: dict[Pair, Unsaved] = {}
         self._num_collected = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -90,6 +92,15 @@ class Journal:
             whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
             self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
             self._num_collected += len(steps)
+            if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Of the pair with the most rows."""
+        fullest = max(self._unsaved.values(), key=lambda unsaved: len(unsaved.reports))
+        num = fullest.drop_oldest(self._num_collected - self.max_waiting_reports)
+        self._num_collected -= num
+        self.num_reports_dropped += num
 
     def note_limits(self, context: Context, after_group_id: int) -> None:
         """The context was made or widened."""
@@ -117,7 +128,7 @@ class Journal:
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
         """Events of the store as a whole; handed over at once."""
         if self.store is not None and events:
-            self.store.submit(Commit(store_events=events, scope="store"), lambda error: None)
+            self.store.submit(Commit(store_events=events), lambda error: None)
 
     # Commits.
 
@@ -135,50 +146,35 @@ class Journal:
             self._look_for_room()
 
     def commit(self) -> None:
-        """Hand everything unsaved to the store at once."""
+        """Hand everything unsaved to the store, but for pairs whose last commit is not on the disk yet."""
         for pair in list(self._unsaved):
             self._launch(pair)
 
     def _launch(self, pair: Pair) -> None:
         """Hand what is unsaved of a pair to the store, with the state of this moment."""
-        changes = self._unsaved.pop(pair)
-        workers = tuple(mark.worker for mark in changes.marks.values())
-        flight = Flight(pair, workers, changes.marks, len(changes.reports), changes.since)
+        if pair in self._in_flight:
+            return
+        changes = self._in_flight[pair] = self._unsaved.pop(pair)
         if self.store is None:
-            self._acknowledge(flight)
+            self._land(pair, None)
             return
         try:
             commit = self._commit_of(pair, changes)
         except Exception as error:  # a mistake of ours about one pair is no reason not to save the others
             log.exception("what was learned of a pair cannot be saved", target=pair[0], draft=pair[1])
-            self._num_collected -= flight.num_reports
-            self._try_again(flight, error)
+            self._land(pair, error)
             return
-        if not self.store.health().ok:
-            self._take_over_marks(flight)
-        self._submit(commit, flight)
+        self.store.submit(commit, self._landing(pair))
 
-    def _submit(self, commit: Commit, flight: Flight) -> None:
-        assert self.store is not None
-        flight_id = next(self._flight_ids)
-        self._flights[flight_id] = flight
+    def _landing(self, pair: Pair) -> Callable[[Exception | None], None]:
         loop = asyncio.get_running_loop()
 
         def on_done(error: Exception | None) -> None:  # on the store's thread
             # The loop may have closed: then nobody waits for the answer any more.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._land, flight_id, error)
+                loop.call_soon_threadsafe(self._land, pair, error)
 
-        self.store.submit(commit, on_done)
-
-    def _take_over_marks(self, flight: Flight) -> None:
-        """Commits wait for the disk, and each holds what those before it do: its marks are enough, or they would add up."""
-        for earlier in reversed(self._flights.values()):
-            if earlier.pair == flight.pair:
-                if not earlier.marks:
-                    break  # taken over, as were those of all before it
-                flight.marks = earlier.marks | flight.marks
-                earlier.marks = {}
+        return on_done
 
     def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
         now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
@@ -194,33 +190,27 @@ class Journal:
             drift_events=changes.drift_events,
             profiles=changes.profiles,
             context_limits=changes.limits,
-            scope=" + ".join(pair),
+            num_reports_dropped=changes.num_reports_dropped,
         )
 
-    def _land(self, flight_id: int, error: Exception | None) -> None:
-        """The store has answered."""
-        flight = self._flights.pop(flight_id)
-        self._num_collected -= flight.num_reports
+    def _land(self, pair: Pair, error: Exception | None) -> None:
+        """The store has answered. Raw rows of a commit that was given up are lost; what they taught goes into the next."""
+        changes = self._in_flight.pop(pair)
+        self._num_collected -= len(changes.reports)
         if error is None:
-            self.num_commits += 1
-            self.given_up.pop(flight.pair, None)
-            self._acknowledge(flight)
+            self.num_commits += self.store is not None
+            self.given_up.pop(pair, None)
         else:
-            self._try_again(flight, error)
+            self.num_failed_commits += 1
+            self.given_up[pair] = error
+            log.error("a commit was given up, what was learned goes into the next", reason=str(error))
+        for mark in changes.marks.values():
+            if error is None:
+                mark.advance()
+            else:
+                self.note_worker(mark.worker)
         self._landed.set()
         self._look_for_room()
-
-    def _acknowledge(self, flight: Flight) -> None:
-        for mark in flight.marks.values():
-            mark.advance()
-
-    def _try_again(self, flight: Flight, error: Exception) -> None:
-        """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
-        self.num_failed_commits += 1
-        self.given_up[flight.pair] = error
-        log.error("a commit was given up, what was learned goes into the next", reason=str(error))
-        for worker in flight.workers:
-            self.note_worker(worker)
 
     # The disk's delay.
 
@@ -245,18 +235,18 @@ class Journal:
 
     def lag_s(self) -> float:
         """Age of the oldest change that is not on disk; 0 when all are."""
-        waiting = [flight.since for flight in self._flights.values()]
-        waiting += [unsaved.since for unsaved in self._unsaved.values()]
+        waiting = [changes.since for changes in (*self._in_flight.values(), *self._unsaved.values())]
         return max(0.0, self.clock() - min(waiting)) if waiting else 0.0
 
     async def finish(self, timeout_s: float) -> bool:
         """Commit what is left and wait for the disk; False if it did not answer in time. What it refused is in given_up."""
-        self.commit()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._flights:
-                    self._landed.clear()
-                    await self._landed.wait()
+                for _ in range(2):  # what is on its way, and what was noted since
+                    self.commit()
+                    while self._in_flight:
+                        self._landed.clear()
+                        await self._landed.wait()
         except TimeoutError:
             return False
         return True

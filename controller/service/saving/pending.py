@@ -1,13 +1,18 @@
-"""Changes on their way to the disk: collected since a pair's last commit, and handed to the store."""
+"""Changes on their way to the disk: collected since a pair's last commit, then held until that is on it."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from speclen.controller.service.registry import Context, Worker
 from speclen.store.records import ContextLimitsRow, DecisionRow, DriftEventRow, ProfileRow, WorkerRow
 
 Pair = tuple[str, str]
+
+# Decisions and drift events kept while the disk is full; they are rare, this only bounds a runaway.
+MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +35,18 @@ class Unsaved:
 
     since: float
     reports: list[tuple[object, ...]] = field(default_factory=list)
+    num_reports_dropped: int = 0
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     marks: dict[str, Mark] = field(default_factory=dict)
     contexts: dict[int, Context] = field(default_factory=dict)
-    decisions: list[DecisionRow] = field(default_factory=list)
-    drift_events: list[DriftEventRow] = field(default_factory=list)
+    decisions: deque[DecisionRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     profiles: list[ProfileRow] = field(default_factory=list)
     limits: list[ContextLimitsRow] = field(default_factory=list)
 
-
-@dataclass(slots=True)
-class Flight:
-    """A commit that the store has and that is not on disk yet.
-
-    workers: of whom it holds rows. marks: by worker, which move when it lands; a later commit may have taken them over.
-    """
-
-    pair: Pair
-    workers: tuple[Worker, ...]
-    marks: dict[str, Mark]
-    num_reports: int
-    since: float
+    def drop_oldest(self, num: int) -> int:
+        """Give up raw rows, the oldest first; returns how many there were to give up."""
+        num = min(num, len(self.reports))
+        del self.reports[:num]
+        self.num_reports_dropped += num
+        return num

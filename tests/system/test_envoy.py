@@ -1,4 +1,4 @@
-"""Clients get one address, or several: gRPC's own balancing and Envoy's share calls out, and leave out who is gone."""
+"""Clients get one address: Envoy shares calls out, and leaves out who is gone."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,7 @@ import pytest
 import yaml
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from typer.testing import CliRunner
 
-from speclen.cli.app import app
-from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
@@ -61,68 +57,6 @@ def generate(channel: grpc.Channel) -> int:
     """Tokens of one call."""
     answers = list(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0))
     return len(answers[-1].complete.output_ids)
-
-
-def test_calls_are_shared_out_and_the_dead_are_left_out():
-    services = [FakeService(step_s=0.001) for _ in range(3)]
-
-    async def story():
-        async with workers(*services) as (addresses, servers):
-            given = ",".join([*addresses, free_address()])  # nobody is there
-
-            def calls(num: int) -> None:
-                with Client().balanced_channel(given) as channel:
-                    # gRPC connects to all; until it has, calls go to those that are there.
-                    deadline = time.monotonic() + 30.0
-                    while min(service.num_requests for service in services) == 0:
-                        assert generate(channel) == 4
-                        assert time.monotonic() < deadline, [service.num_requests for service in services]
-                    before = [service.num_requests for service in services]
-                    for _ in range(num):
-                        assert generate(channel) == 4
-                    shares = [service.num_requests - old for service, old in zip(services, before, strict=True)]
-                    # In turn, but the turn begins anew whenever gRPC has tried the dead one again.
-                    assert (sum(shares), min(shares) >= num // 6) == (num, True), shares
-
-            await asyncio.to_thread(calls, 30)
-            await servers[0].stop(None)
-            old = services[0].num_requests
-
-            def after() -> None:
-                with Client().balanced_channel(given) as channel:
-                    assert [generate(channel) for _ in range(10)] == [4] * 10
-
-            await asyncio.to_thread(after)
-            assert services[0].num_requests == old
-
-    asyncio.run(asyncio.wait_for(story(), 120.0))
-
-
-def test_the_verb_takes_several_addresses():
-    async def story():
-        async with workers(FakeService(step_s=0.001)) as (addresses, _):
-            given = f"{free_address()}, {addresses[0]}"
-            return await asyncio.to_thread(
-                CliRunner().invoke, app, ["generate", "hello", "--worker", given, "--json", "--max-tokens", "3"]
-            )
-
-    result = asyncio.run(asyncio.wait_for(story(), 60.0))
-    assert result.exit_code == 0, result.output
-    assert '"output_ids"' in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("addresses", "words"),
-    [
-        ("127.0.0.1:7080,nonsense", "'nonsense' is not HOST:PORT"),
-        ("127.0.0.1:7080,", "'' is not HOST:PORT"),
-        ("127.0.0.1:7080,[::1]:7080", "mixes IPv4 and IPv6"),
-        ("127.0.0.1:7080,no-such-host.invalid:7080", "no-such-host.invalid:7080 has no address"),
-    ],
-)
-def test_bad_lists_get_a_sentence(addresses, words):
-    with pytest.raises(UserError, match=words.replace("[", r"\[")):
-        Client().balanced_channel(addresses)
 
 
 needs_envoy = pytest.mark.skipif(
