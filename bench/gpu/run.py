@@ -44,7 +44,10 @@ def main() -> int:
     """0 if every part that could run did and every check passed. Speed never fails."""
     arguments = parser().parse_args()
     if not arguments.dry_run and not sees_a_gpu():
-        print("torch sees no CUDA device here; --dry-run goes through everything on the CPU", file=sys.stderr)
+        print(
+            "torch sees no CUDA device here: install a build of torch for it, or use --dry-run, which needs none",
+            file=sys.stderr,
+        )
         return 2
     begun, out = time.monotonic(), arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +96,7 @@ def unpack(bundle: Path, dry: bool) -> str:
     if not pieces:
         return f"there is no vLLM here, and no bundle of it in {bundle}: scripts/gpu/bundle.py makes one"
     if len(pieces) < (wanted := int(pieces[0].name.rpartition("-")[2])):
-        return f"{bundle} holds {len(pieces)} of the {wanted} pieces of its bundle"
+        return f"{bundle} holds {len(pieces)} of the {wanted} pieces of its bundle: carry the others there"
     whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
     with tarfile.open(fileobj=whole, mode="r:xz") as archive:
         archive.extractall(bundle / "unpacking", filter="data")
