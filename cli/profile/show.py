@@ -55,5 +55,6 @@ def survival_line(document: ProfileDocument) -> str:
         return "No survival was measured: only length 0 was run."
     shares = " ".join(f"{value:.3f}" for value in profile.survival)
     rows = ", ".join(f"{count:,}" for count in profile.num_survival_rows)
-    tokens = expected_tokens(profile, len(profile.survival))
-    return f"survival by position: {shares} (of {rows} sequences); {tokens:.2f} tokens a step at length {len(profile.survival)}"
+    longest = len(profile.survival)
+    tokens = f"{expected_tokens(profile, longest):.2f} tokens a step at length {longest}"
+    return f"survival by position: {shares} (of {rows} sequences); {tokens}"
