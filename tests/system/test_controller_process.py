@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import grpc
-import pytest
 
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
@@ -80,16 +79,3 @@ def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tm
         assert process.returncode == 1
         [told] = [line for line in errors.splitlines() if "critical" in line]
         assert "deleted" in told
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--policy", "guess"], "guess"),
-        (["--listen", "0.0.0.0:0"], "--insecure"),
-        (["--token-file", "/does/not/exist"], "--token-file"),
-        (["--db", "/proc/speclen.db"], "--db"),
-    ],
-)
-def test_bad_settings_are_one_sentence(options, named):
-    assert named in refused(*options)
