@@ -1,15 +1,13 @@
 """The root of the `speclen` command: finds verbs, reads the configuration file, prints errors.
 
-A verb is imported only when it is used, so that `speclen tables` does not wait for torch. Settings of a verb come from
-its flags, then `SPECLEN_<VERB>_<FLAG>` in the environment, then the verb's section of the TOML file that `--config` or
-`SPECLEN_CONFIG` names, then the default. How servers are reached is said once for all verbs: `SPECLEN_CLIENT_<FLAG>`, then
-the section [client], stand behind all that is said for one verb.
+Settings of a verb come from its flags, then `SPECLEN_<VERB>_<FLAG>` in the environment, then the verb's section of the
+TOML file that `--config` or `SPECLEN_CONFIG` names, then the default. Settings of all clients, `SPECLEN_CLIENT_<FLAG>` and
+then the section [client], come after those of one verb.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import sys
 import tomllib
@@ -18,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
-from speclen.cli.support.flags import readable
+from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
 from speclen.cli.support.output import printing
 
-# verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
-VERBS: dict[str, tuple[str, str, str]] = {
+VERBS: Verbs = {
     "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
     "controller": (
         "speclen.cli.controller",
@@ -49,55 +46,33 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
-    "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
-    "export": (
-        "speclen.cli.transfer.export",
-        "export_state",
-        "Write what was learned as JSON, to move it between fleets.",
-    ),
-    "import": ("speclen.cli.transfer.import_state", "import_state", "Take over what another fleet learned."),
+    "restore": ("speclen.cli.backup", "restore", "Make a backup the database again."),
+    "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.
 PROTECTION = ("ca", "cert", "key", "token_file")
-CLIENTS: dict[str, tuple[str, ...]] = {
-    "generate": ("worker", *PROTECTION),
-    "top": ("worker", *PROTECTION),
-    "profile": ("controller", *PROTECTION),
-    "up": PROTECTION,
+CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("generate",): ("worker", *PROTECTION),
+    ("top",): ("worker", *PROTECTION),
+    ("profile", "run"): ("controller", *PROTECTION),
+    ("profile", "import"): ("controller", *PROTECTION),
+    ("up",): PROTECTION,
 }
 CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
-class LazyVerbs(TyperGroup):
-    """A group whose commands are imported when they are used; the overview needs none of them."""
+class SpeclenGroup(LazyGroup):
+    """The verbs; one that is not among them is told with the one that was meant."""
 
-    listing = False
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
-            return None
-        module, attribute, summary = VERBS[cmd_name]
-        if self.listing:
-            return TyperCommand(cmd_name, help=summary)
-        return load_verb(cmd_name, module, attribute)
+    verbs = VERBS
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise UserError(f"there is no verb {args[0]!r}{suggestion(args[0], VERBS)}")
         return super().resolve_command(ctx, with_ray_address(args))
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.listing = True
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            self.listing = False
 
 
 def with_ray_address(arguments: list[str]) -> list[str]:
@@ -110,16 +85,7 @@ def with_ray_address(arguments: list[str]) -> list[str]:
     ]
 
 
-def load_verb(name: str, module: str, attribute: str) -> TyperCommand | TyperGroup:
-    target = getattr(importlib.import_module(module), attribute)
-    if isinstance(target, typer.Typer):
-        return readable(typer.main.get_group(target), name)
-    app = typer.Typer(add_completion=False)
-    app.command(name)(target)
-    return readable(typer.main.get_command(app), name)
-
-
-def settings_from(path: Path, group: LazyVerbs, ctx: typer.Context) -> dict[str, Any]:
+def settings_from(path: Path, group: SpeclenGroup, ctx: typer.Context) -> dict[str, Any]:
     """Defaults for every verb from a TOML file; a section or key that no verb knows is an error."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
@@ -150,19 +116,15 @@ def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
 def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
     """Settings of all clients under each of their verbs: the verb's own first, then the environment's, then [client]'s."""
     of_all = defaults.pop("client", {})
-    variables = {name: os.environ.get(f"SPECLEN_CLIENT_{name.upper()}") for name in CLIENT_SETTINGS}
+    of_all |= {name: value for name in CLIENT_SETTINGS if (value := os.environ.get(f"SPECLEN_CLIENT_{name.upper()}"))}
     for verb, names in CLIENTS.items():
-        given = {name: of_all[name] for name in names if name in of_all}
-        given |= {name: value for name in names if (value := variables[name])}
-        given |= defaults.get(verb, {})
-        if verb in ("generate", "top") and isinstance(given.get("worker"), str):
+        given = defaults
+        for name in verb:
+            given = given.setdefault(name, {})
+        given |= {name: of_all[name] for name in names if name in of_all and name not in given}
+        if verb in (("generate",), ("top",)) and isinstance(given.get("worker"), str):
             workers = given["worker"].replace(",", " ").split()
-            given["worker"] = workers if verb == "top" else ",".join(workers)  # `top` takes the flag several times
-        if verb == "profile":
-            of_subcommands = {name: given.pop(name) for name in names if name in given}
-            for subcommand in ("run", "import"):
-                given[subcommand] = of_subcommands | given.get(subcommand, {})
-        defaults[verb] = given
+            given["worker"] = workers if verb == ("top",) else ",".join(workers)  # `top` takes the flag several times
     return defaults
 
 
@@ -212,18 +174,8 @@ def not_of_its_type(value: Any, parameter: Any) -> str:
         "bool": ((bool,), "true or false"),
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
-    }.get(kind_of(parameter), ((int, float), "a string"))
+    }.get(getattr(parameter.type_descriptor.annotation, "__name__", "str"), ((int, float), "a string"))
     return "" if type(value) in taken else wanted
-
-
-def kind_of(parameter: Any) -> str:
-    """Name of the type that a parameter's function asks for. In older versions of typer click's own types say it."""
-    descriptor = getattr(parameter, "type_descriptor", None)
-    if descriptor is not None:
-        return str(getattr(descriptor.annotation, "__name__", "str"))
-    return {"boolean": "bool", "integer": "int", "float": "float"}.get(
-        parameter.type.name.removesuffix(" range"), "str"
-    )
 
 
 def suggestion(word: str, known: Any) -> str:
@@ -237,7 +189,7 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=SpeclenGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -252,7 +204,7 @@ def root(
 
     Example: speclen up
     """
-    assert isinstance(ctx.command, LazyVerbs)
+    assert isinstance(ctx.command, SpeclenGroup)
     ctx.default_map = with_client_defaults({} if config is None else settings_from(config, ctx.command, ctx))
 
 
@@ -260,8 +212,8 @@ def main() -> None:
     # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
+        check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
         with printing():
-            check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
             typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)

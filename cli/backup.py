@@ -1,4 +1,4 @@
-"""`speclen backup`: a copy of the database, whole and consistent, while the controller goes on writing."""
+"""`speclen backup` and `restore`: a copy of the database, and a copy that becomes the database again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import typer
 
 from speclen.cli.support.database import DB_OPTION, copy_database
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, say
+from speclen.store.backup import check_file, is_empty, put_in_place
+from speclen.store.connection import StoreError
 
 
 def backup(
@@ -32,3 +34,27 @@ def backup(
         print(json.dumps({"file": str(target), "bytes": num_bytes}))
     else:
         print(f"{target}: {num_bytes:,} bytes, checked")
+
+
+def restore(
+    source: Path = typer.Argument(help="Backup file."),
+    db: Path = DB_OPTION,
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
+) -> None:
+    """Make a backup the database again, while no controller runs on it.
+
+    Workers register anew by themselves. Reports acknowledged after the backup are gone; the controller says how many commits
+    that were.
+
+    Example: speclen restore speclen-copy.db --db .speclen/speclen.db
+    """
+    if not is_empty(db) and not overwrite:
+        raise UserError(f"{db} exists: name another file with --db, or give --overwrite")
+    if not source.is_file():
+        raise UserError(f"there is no backup at {source}: name a file that `speclen backup` wrote")
+    try:
+        check_file(source)
+        put_in_place(source, db)
+    except StoreError as error:
+        raise UserError(str(error)) from error
+    say(f"{db}: restored from {source}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from speclen.cli.support.errors import UserError
@@ -18,6 +19,8 @@ def controller(**settings: Any) -> None:
     """
     try:
         config = ControllerConfig(**settings)
+        # Its matrices are small: more threads would only wait for each other, on cores that workers need.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         from speclen.controller.service.server import serve  # here, so that --help and mistakes are told at once
         from speclen.transport.logs import set_up_logs
 

@@ -100,9 +100,7 @@ def writer(db: Path) -> Iterator[Finding]:
     try:
         yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
     except OSError as error:
-        yield Finding(
-            "writer", "warning", f"cannot be told ({error.strerror})", "look as the user that runs the controller"
-        )
+        yield Finding("writer", "warning", f"unknown ({error.strerror})", "look as the user that runs the controller")
 
 
 def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -179,7 +177,7 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
     }
     rows: list[Any] = connection.execute(query).fetchall()
     if not rows:
-        yield Finding("losses", "ok", "no row was ever given up")
+        yield Finding("losses", "ok", "no row was ever dropped")
     for row in rows:
         found = f"{row['num_rows']} rows, last at {row['last']} UTC: {row['detail']}"
         yield Finding(

@@ -27,12 +27,11 @@ COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Stored against replayed decisions. first_difference: in words, "" if there is none."""
+    """Stored against replayed decisions."""
 
     num_stored: int
     num_replayed: int
     num_equal: int
-    first_difference: str
 
     @property
     def exact(self) -> bool:
@@ -85,34 +84,19 @@ def check_policies(*names: str) -> None:
 
 
 def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
-    """Stored against replayed decisions, in order; those for isolated workers are not stored."""
+    """Compare stored with replayed decisions; those for isolated workers are not stored."""
     ids = {row.key: row.context_id for row in known}
-    again = [
-        (
-            *(each.after_group_id, ids[each.decision.context], each.decision.batch_min, each.decision.version),
-            *(str(each.decision.arm), each.decision.ms_per_token),
-        )
+    again = {
+        (each.after_group_id, ids[of.context], of.batch_min, of.version, str(of.arm), of.ms_per_token)
         for each in result.decisions
-        if not each.decision.isolated
-    ]
-    before = [
-        (
-            *(row.after_group_id, row.context_id, row.batch_min, row.decision_version),
-            *(str(Arm(row.speculation_length, row.ngram)), row.ms_per_token),
-        )
+        if not (of := each.decision).isolated
+    }
+    before = {
+        (row.after_group_id, row.context_id, row.batch_min, row.decision_version)
+        + (str(Arm(row.speculation_length, row.ngram)), row.ms_per_token)
         for row in stored
-    ]
-    again.sort(key=lambda values: values[:4])
-    before.sort(key=lambda values: values[:4])
-    equal = len(set(again) & set(before))
-    different = next((pair for pair in zip(before, again, strict=False) if pair[0] != pair[1]), None)
-    words = "" if different is None else f"stored {in_words(different[0])}, replayed {in_words(different[1])}"
-    return Agreement(len(before), len(again), equal, words)
-
-
-def in_words(values: tuple[object, ...]) -> str:
-    names = ("after_group_id", "context_id", "batch_min", "decision_version", "arm", "ms_per_token")
-    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+    }
+    return Agreement(len(before), len(again), len(again & before))
 
 
 def missing_groups(history: Sequence[Event]) -> int:
@@ -141,8 +125,6 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         console.print(
             f"The first {num_missing} groups are no longer kept, so the replay starts without what they taught."
         )
-    if agreement.first_difference:
-        console.print(f"First difference: {agreement.first_difference}.")
     changes = ", ".join(f"{number} of {factor}" for factor, number in changes_of(result).items()) or "none"
     console.print(f"Changes detected: {changes}.")
     if costs:

@@ -133,10 +133,7 @@ def require_ours(path: Path, connection: Connection) -> None:
     if found == APPLICATION_ID:
         return
     if found >> 8 == APPLICATION_ID >> 8:
-        raise StoreError(
-            f"{path} is a database of another version of speclen: start a new one with --db, or `speclen export` what it "
-            "learned with the version that made it."
-        )
+        raise StoreError(f"{path} is a database of another version of speclen: start a new one with --db.")
     raise StoreError(f"{path} is an SQLite database, but not one of speclen's: name another file.")
 
 

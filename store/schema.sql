@@ -244,14 +244,15 @@ SELECT
   strftime('%Y-%m-%d %H:%M:%f', a.updated_at, 'unixepoch') AS updated_at,
   1000 * a.observed_step_s AS observed_step_ms,  -- mean of the num_steps samples; NULL without any
   a.context_id,  -- as `speclen explain --context` takes it
-  -- 1: within 5% of the arm in use, and the evidence cannot tell them apart. All intervals share the doubt about the
-  -- machine's speed; the doubt about a difference is the rest.
-  a.is_best OR coalesce(a.source <> 'prior' AND abs(a.ms_per_token / best.ms_per_token - 1) <= 0.05
+  -- 1: within 5% of the arm in use, and the evidence cannot tell them apart. Every interval holds the uncertainty of the
+  -- machine's speed, which all arms of a context share; the rest is that of the difference from the arm in use.
+  a.is_best OR coalesce(abs(a.ms_per_token / best.ms_per_token - 1) <= 0.05
     AND (a.ms_per_token / best.ms_per_token - 1) * (a.ms_per_token / best.ms_per_token - 1)
-      <= a.half_width * a.half_width - best.half_width * best.half_width, 0)
+      <= a.half_width * a.half_width - speed.half_width * speed.half_width, 0)
     AS is_equal
 FROM arm_estimates AS a
 JOIN contexts AS x USING (context_id)
+JOIN (SELECT context_id, min(half_width) AS half_width FROM arm_estimates GROUP BY context_id) AS speed USING (context_id)
 LEFT JOIN arm_estimates AS best ON best.context_id = a.context_id AND best.batch_min = a.batch_min AND best.is_best
 LEFT JOIN arm_estimates AS plain ON plain.context_id = a.context_id AND plain.batch_min = a.batch_min
   AND plain.speculation_length = 0 AND NOT plain.ngram
@@ -287,30 +288,41 @@ ORDER BY t.context_id, t.batch_min;
 
 CREATE VIEW choices AS
 -- The learned table for people: one row per context and range of batch sizes with one arm in use, or with arms that the
--- evidence cannot tell apart from it. Figures are means over the range, weighted by num_steps.
+-- evidence cannot tell apart from it. Within a range the speedup differs by at most a quarter, and ms per token by half.
+-- Figures are means over the range's sizes, weighted by the samples of all arms there; sizes never run count for nothing
+-- where others were.
 WITH RECURSIVE
 sizes AS (
-  SELECT *, row_number() OVER (PARTITION BY context_id ORDER BY batch_min) AS place FROM learned_table WHERE is_best
+  SELECT b.*, row_number() OVER (PARTITION BY b.context_id ORDER BY b.batch_min) AS place, seen.num_seen
+  FROM learned_table AS b
+  JOIN (SELECT context_id, batch_min, sum(num_steps) AS num_seen FROM arm_estimates GROUP BY context_id, batch_min) AS seen
+    USING (context_id, batch_min)
+  WHERE b.is_best
 ),
-walk AS (  -- from the smallest size up; a range goes on while its arm equals the one in use
-  SELECT context_id, place, batch_min, batch_min AS range_min, arm FROM sizes WHERE place = 1
+walk AS (  -- from the smallest size up; a range goes on while the arm of its first size equals the one in use
+  SELECT context_id, place, place AS first FROM sizes WHERE place = 1
   UNION ALL
-  SELECT s.context_id, s.place, s.batch_min, iif(e.is_equal, w.range_min, s.batch_min), iif(e.is_equal, w.arm, s.arm)
+  SELECT s.context_id, s.place, iif(e.is_equal AND e.ms_per_token BETWEEN f.ms_per_token / 1.5 AND f.ms_per_token * 1.5
+    AND coalesce(e.speedup BETWEEN f.speedup / 1.25 AND f.speedup * 1.25, 1), w.first, s.place)
   FROM walk AS w
+  JOIN sizes AS f ON f.context_id = w.context_id AND f.place = w.first
   JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place + 1
-  LEFT JOIN learned_table AS e ON e.context_id = w.context_id AND e.batch_min = s.batch_min AND e.arm = w.arm
+  LEFT JOIN learned_table AS e ON e.context_id = w.context_id AND e.batch_min = s.batch_min AND e.arm = f.arm
 ),
 last_steps AS (
   SELECT context_id, batch_min, speculation_length, ngram, max(window_start) AS last_step
   FROM prediction_windows GROUP BY context_id, batch_min, speculation_length, ngram
 ),
 parts AS (
-  SELECT t.*, w.range_min, t.num_steps + 1 AS weight, shorter.ms_per_token AS shorter, longer.ms_per_token AS longer,
+  SELECT t.*, f.batch_min AS range_min, s.num_seen + 1e-6 AS weight,
+    shorter.ms_per_token AS shorter, longer.ms_per_token AS longer,
     (SELECT max(last_step) FROM last_steps AS l WHERE l.context_id = t.context_id
       AND l.batch_min BETWEEN t.batch_min AND t.batch_max
       AND l.speculation_length = t.speculation_length AND l.ngram = t.ngram) AS last_step
   FROM walk AS w
-  JOIN learned_table AS t USING (context_id, batch_min, arm)
+  JOIN sizes AS f ON f.context_id = w.context_id AND f.place = w.first
+  JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
+  JOIN learned_table AS t ON t.context_id = w.context_id AND t.batch_min = s.batch_min AND t.arm = f.arm
   LEFT JOIN learned_table AS shorter ON shorter.context_id = t.context_id AND shorter.batch_min = t.batch_min
     AND shorter.ngram = t.ngram AND shorter.speculation_length = t.speculation_length - 1
   LEFT JOIN learned_table AS longer ON longer.context_id = t.context_id AND longer.batch_min = t.batch_min

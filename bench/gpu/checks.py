@@ -1,23 +1,34 @@
-"""Is what the device puts out right? Recorded against plain steps, both against the target alone, and memory."""
+"""Outputs of the engine on this device: captured steps compared with plain ones, both with the target alone; and memory.
+
+Needs torch, transformers and numpy, and nothing of this project's environment but its source.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import random
+import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from speclen.cli.support.machine import machine, provenance
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.recording import Recorder
+from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.launched import LaunchedStep
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.engine.step_plan import StepPlan
-from speclen.worker.models.loading import ModelPair
+from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
 
@@ -35,6 +46,22 @@ class Check:
     name: str
     passed: bool
     detail: str
+
+
+def main() -> int:
+    """0 if every check passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="fewer requests, on the CPU")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.dry_run else "cuda:0")
+    pair = load_pair("bundled:target", "bundled:draft", str(device), "float32")
+    found = run_checks(pair, *((6, RerunRecorder()) if options.dry_run else (24, None)))
+    for check in found:
+        print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}", flush=True)
+    document = provenance("scripts/gpu_check") | {"machine": machine(device), "checks": [asdict(one) for one in found]}
+    options.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0 if all(check.passed for check in found) else 1
 
 
 class VaryingLengths:
@@ -162,3 +189,7 @@ def allocated(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

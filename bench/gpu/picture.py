@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,7 @@ def draw(rates: dict[str, Rates], path: Path) -> None:
         panel.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    print(as_table("vLLM", json.loads(Path(sys.argv[1]).read_text())["tokens_per_s"]))

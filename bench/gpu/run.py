@@ -1,8 +1,8 @@
 """`scripts/gpu_check`: whatever needs a GPU, within the minutes that there are.
 
-Three kinds of parts, each in processes of its own: checks of the engine and times of its forward passes; the engine under
-closed loops, `adaptive` beside fixed arms; and vLLM under the plugin, on both of its model runners, beside fixed lengths. A
-part that fails or is cut off does not end the others. Results, databases, logs and a picture lie in one folder.
+Parts, each in processes of its own: checks of the engine; times of its steps and their passes; closed loops, `adaptive`
+beside fixed arms; and vLLM under the plugin, on both of its model runners, beside fixed lengths. A part that fails or is
+cut off does not end the others. Results, databases, logs and a picture lie in one folder.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from speclen.cli.support.machine import provenance
 
 # What serving needs beyond torch and transformers.
 NEEDED = ("grpc", "grpc_health", "typer", "structlog", "prometheus_client", "sqlite_utils")
-SERVE = ("-m", "speclen.cli.app", "bench", "serve", "--track", "closed-wide")
+BENCH = (sys.executable, "-m", "speclen.cli.app", "bench")
+MODELS = "--device cuda --target bundled:target-6.7b --draft bundled:draft-125m --backend torch"
+STEPS = "--batch-sizes 1,8,32 --lengths 0,1,3,5,8 --repeats 2 --no-baselines"
 SERVING = (
-    *("--compare", "adaptive,none,fixed:1,fixed:3,fixed:5,fixed:8,n-gram", "--device", "cuda", "--backend", "torch"),
-    *("--target", "bundled:target-6.7b", "--draft", "bundled:draft-125m", "--max-batch-size", "32"),
-    *("--block-s", "3", "--learn-s", "25"),
+    "--track closed-wide --max-batch-size 32 --block-s 3 --learn-s 25 "
+    "--compare adaptive,none,fixed:1,fixed:3,fixed:5,fixed:8,n-gram"
 )
 # Everything once and small, on any CPU.
+DRY_MODELS = "--device cpu --target bundled:target --backend torch"
+DRY_STEPS = "--batch-sizes 2 --lengths 2 --repeats 1 --new-tokens 4 --no-baselines"
 DRY_SERVING = (
-    *("--compare", "adaptive,fixed:2,n-gram", "--device", "cpu", "--backend", "torch", "--target", "bundled:target"),
-    *("--max-batch-size", "8", "--max-length", "2", "--block-s", "0.05", "--learn-s", "0.05", "--repeats", "4"),
+    "--track closed-wide --max-batch-size 8 --max-length 2 --block-s 0.05 --learn-s 0.05 --repeats 4 "
+    "--compare adaptive,fixed:2,n-gram"
 )
 BEFORE_ROUNDS_S = 120.0  # a worker's start, its round that is not counted and what `adaptive` learns from
 
@@ -102,14 +105,26 @@ def parts_of(out: Path, dry: bool, packages: Path, without_vllm: str) -> list[Pa
     """packages: folder with `site`, what serving needs, and `vllm`, for machines where they are not installed."""
     site, flags = packages / "site", ["--dry-run"] if dry else []
     absent = [] if site.exists() else [name for name in NEEDED if find_spec(name) is None]
+    without_own = f"not installed: {', '.join(absent)}" if absent else ""
+    models = DRY_MODELS if dry else MODELS
 
     def module(name: str, *arguments: str) -> list[str]:
         return [sys.executable, "-m", f"speclen.bench.gpu.{name}", *arguments, *flags]
 
+    def step(_: float) -> list[str]:
+        return [
+            *BENCH,
+            "step",
+            *models.split(),
+            *(DRY_STEPS if dry else STEPS).split(),
+            "--out",
+            str(out / "steps.json"),
+        ]
+
     def serve(seconds: float) -> list[str]:
         minutes = 1.0 if dry else max(0.1, (seconds - BEFORE_ROUNDS_S) / 60)
-        files = ("--out", str(out / "own.json"), "--reports", str(out / "own.db"))
-        return [sys.executable, *SERVE, *(DRY_SERVING if dry else SERVING), "--minutes", str(minutes), *files]
+        files = ("--minutes", str(minutes), "--reports", str(out / "own.db"), "--out", str(out / "own.json"))
+        return [*BENCH, "serve", *models.split(), *(DRY_SERVING if dry else SERVING).split(), *files]
 
     def vllm(runner: str, missing: str) -> Part:
         result = out / f"vllm-{runner}.json"
@@ -119,8 +134,9 @@ def parts_of(out: Path, dry: bool, packages: Path, without_vllm: str) -> list[Pa
         )
 
     return [
-        Part(out / "checks.json", 2.0, lambda _: module("check", "--out", str(out / "checks.json")), (site,)),
-        Part(out / "own.json", 5.0, serve, (site,), f"not installed: {', '.join(absent)}" if absent else ""),
+        Part(out / "checks.json", 1.0, lambda _: module("checks", "--out", str(out / "checks.json")), (site,)),
+        Part(out / "steps.json", 1.0, step, (site,), without_own),
+        Part(out / "own.json", 5.0, serve, (site,), without_own),
         vllm("v1", without_vllm),
         vllm("v2", "it needs a GPU" if dry else without_vllm),
     ]

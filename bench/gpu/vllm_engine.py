@@ -11,22 +11,24 @@ from speclen.worker.models.loading import load_pair, load_tokenizer
 from speclen.worker.models.source import locate
 from speclen.worker.models.widen import widened_config
 
-LONGEST, ROWS, CONTEXT_TOKENS = 8, 32, 1024
+ROWS, CONTEXT_TOKENS = 32, 1024
 GRAPH_ROWS = (1, 4, 16, 32)  # of the steps that graphs are captured for; more take longer than they save here
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The pair, and where and how it is computed."""
+    """The pair, and where and how it is computed. block_s: of a measured closed loop, which has to end some requests."""
 
     target: str
     draft: str
     device: str
     dtype: str
+    lengths: tuple[int, ...]
+    block_s: float
 
 
-FULL = Models("bundled:target-6.7b", "bundled:draft-125m", "cuda", "bfloat16")
-DRY = Models("bundled:target", "bundled:draft", "cpu", "float32")
+FULL = Models("bundled:target-6.7b", "bundled:draft-125m", "cuda", "bfloat16", (0, 1, 3, 5, 8), 1.2)
+DRY = Models("bundled:target", "bundled:draft", "cpu", "float32", (0, 1, 3, 5), 4.0)
 
 
 def set_environment(models: Models, runner: str, controller: str) -> None:
@@ -44,7 +46,7 @@ def set_environment(models: Models, runner: str, controller: str) -> None:
         SPECLEN_WORKER_DRAFT=models.draft,
     )
     if models.device == "cpu":
-        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
 
 
 def make_engine(models: Models, folder: Path) -> Any:
@@ -72,17 +74,17 @@ def make_engine(models: Models, folder: Path) -> Any:
         speculative_config={
             "method": "draft_model",
             "model": str(folder_of(folder, models.draft)),
-            "num_speculative_tokens": LONGEST,
+            "num_speculative_tokens": models.lengths[-1],
             "num_speculative_tokens_per_batch_size": [[1, 4, 5], [5, ROWS, 3]],
         },
-        **(of_a_gpu() if models.device == "cuda" else {"enforce_eager": True}),
+        **(of_a_gpu(models.lengths[-1]) if models.device == "cuda" else {"enforce_eager": True}),
     )
     return LLMEngine.from_engine_args(arguments)
 
 
-def of_a_gpu() -> dict[str, Any]:
+def of_a_gpu(longest: int) -> dict[str, Any]:
     """Memory, and graphs for the tokens of every length's verification and, one more a row, of the draft's first pass."""
-    sizes = sorted({rows * queries for rows in GRAPH_ROWS for queries in range(1, LONGEST + 3)} | {128, 512})
+    sizes = sorted({rows * queries for rows in GRAPH_ROWS for queries in range(1, longest + 3)} | {128, 512})
     graphs = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": max(sizes)}
     return {"kv_cache_memory_bytes": 20 << 30, "compilation_config": graphs}
 

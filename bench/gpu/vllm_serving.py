@@ -22,12 +22,10 @@ from typing import Any
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.machine import provenance
 
-POLICIES = ("adaptive", "none", "fixed:1", "fixed:3", "fixed:5", "fixed:8")
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 96, 128, 192
 NUM_CHECKED, CHECKED_TOKENS = 8, 48
 LEARN_SHARE = 0.3  # of the time that is left when the engine is up
-BLOCK_S = 1.2
 BETWEEN_S = 0.5  # two blocks: for what is under way to end
 END_S = 5.0  # for the controller's last commit
 MAX_IN_FLIGHT = 4  # steps that vLLM may have launched when nobody asks for anything any more
@@ -46,7 +44,7 @@ class Block:
 
 
 def main() -> int:
-    """0 if the plugin chose lengths and reported to the end."""
+    """0 if the plugin chose lengths and reported to the end, and in float32 all outputs are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runner", choices=("v1", "v2"), required=True, help="vLLM's model runner")
     parser.add_argument("--seconds", type=float, required=True, help="for everything, the engine's start included")
@@ -66,22 +64,28 @@ def main() -> int:
         controller.wait_until_serving(60.0)
         set_environment(models, options.runner, address)
         with tempfile.TemporaryDirectory() as folder:
-            serve(Bench(make_engine(models, Path(folder)), models.target), until, options.out)
+            bench = Bench(make_engine(models, Path(folder)), models.target)
+        policies = ["adaptive", *(f"fixed:{length}" if length else "none" for length in models.lengths)]
+        outputs = compare_outputs(bench, policies)
+        serve(bench, policies, models.block_s, until, options.out, bench.facts() | {"outputs": outputs})
     finally:
         controller.stop(END_S)
-    return 0
+    return 1 if models.dtype == "float32" and min(outputs.values()) < NUM_CHECKED else 0
 
 
-def serve(bench: Bench, until: float, out: Path) -> None:
+def serve(
+    bench: Bench, policies: Sequence[str], block_s: float, until: float, out: Path, document: dict[str, Any]
+) -> None:
     """until: by the clock time.monotonic."""
-    document = bench.facts() | {"outputs": compare_outputs(bench)}
     blocks: list[Block] = []
 
     def note(turn: Sequence[Block]) -> None:
         blocks.extend(turn)
         rates = {block.policy: f"{block.tokens / block.seconds:.0f}" for block in turn}
         print(f"{turn[0].requests} at once, tokens/s: {rates}", flush=True)
-        document["steps_reported"], document["tokens_per_s"] = bench.steering.num_reported, rates_of(blocks)
+        document["tokens_per_s"] = rates_of(blocks)
+        document["steps_reported"], document["left_out"] = bench.steering.num_reported, bench.steering.tracker.num_odd
+        document["cost_us"] = {str(share): bench.steering.cost.quantile(share) for share in (0.5, 0.99)}
         write_whole(out, json.dumps(document | {"blocks": [asdict(block) for block in blocks]}, indent=1))
 
     sizes = (*REQUESTS, *reversed(REQUESTS))
@@ -89,27 +93,28 @@ def serve(bench: Bench, until: float, out: Path) -> None:
     for requests in sizes:
         note([bench.block("adaptive", requests, learn_s, measured=False)])
     for number in itertools.count():
-        if until - time.monotonic() < len(POLICIES) * (BLOCK_S + BETWEEN_S):
+        if until - time.monotonic() < len(policies) * (block_s + BETWEEN_S):
             break
-        first = number % len(POLICIES)
-        order = (*POLICIES[first:], *POLICIES[:first])
-        note([bench.block(policy, REQUESTS[number % len(REQUESTS)], BLOCK_S) for policy in order])
+        first = number % len(policies)
+        order = (*policies[first:], *policies[:first])
+        note([bench.block(policy, REQUESTS[number % len(REQUESTS)], block_s) for policy in order])
 
 
-def compare_outputs(bench: Bench) -> dict[str, int]:
+def compare_outputs(bench: Bench, policies: Sequence[str]) -> dict[str, int]:
     """Count greedy outputs equal to those at length 3, by policy; in 16 bits, lengths break ties differently."""
     expected = bench.outputs("fixed:3")
-    found = {policy: sum(a == b for a, b in zip(bench.outputs(policy), expected, strict=True)) for policy in POLICIES}
+    found = {policy: sum(a == b for a, b in zip(bench.outputs(policy), expected, strict=True)) for policy in policies}
     print(f"greedy outputs equal to those at length 3, of {NUM_CHECKED}: {found}", flush=True)
     return found
 
 
 def rates_of(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
     """Median tokens per second by policy and requests, of the blocks that are measured."""
-    found: dict[str, dict[str, list[float]]] = {policy: {} for policy in POLICIES}
+    found: dict[str, dict[str, list[float]]] = {}
     for block in blocks:
         if block.measured:
-            found[block.policy].setdefault(str(block.requests), []).append(block.tokens / block.seconds)
+            rates = found.setdefault(block.policy, {})
+            rates.setdefault(str(block.requests), []).append(block.tokens / block.seconds)
     return {policy: {size: statistics.median(rates) for size, rates in row.items()} for policy, row in found.items()}
 
 
@@ -125,7 +130,7 @@ class Bench:
         self.engine = engine
         self.core = engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
-        self.steering = self.scheduler._steering
+        self.steering = self.scheduler.steering
         self.configured = list(self.scheduler.dynamic_sd_lookup)
         self.numbers, self.adaptive = itertools.count(), True
         if self.steering is None:
@@ -135,7 +140,7 @@ class Bench:
         """adaptive: the plugin chooses. Others: vLLM alone, with a table of one length."""
         self.adaptive = policy == "adaptive"
         length = int(policy.removeprefix("fixed:")) if policy.startswith("fixed:") else 0
-        self.scheduler._steering = self.steering if self.adaptive else None
+        self.scheduler.steering = self.steering if self.adaptive else None
         self.scheduler.dynamic_sd_lookup[:] = self.configured if self.adaptive else [length] * len(self.configured)
 
     def add(self, number: int, num_tokens: int, temperature: float) -> str:
@@ -199,7 +204,7 @@ class Bench:
         for _ in range(MAX_IN_FLIGHT):
             if self.core.batch_queue:
                 self.engine.step()
-        if self.adaptive and self.scheduler._steering is None:
+        if self.adaptive and self.scheduler.steering is None:
             raise RuntimeError("the plugin has given up: the log above says why")
 
     def facts(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def seed_controller(controller: str, worker: str, profile: Path) -> None:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         known = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
     context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
-    send(document.to_request(context, as_prior=document.context != context), controller, Client())
+    send(document.to_request(context), controller, Client())
 
 
 def free_address() -> str:

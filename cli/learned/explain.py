@@ -12,13 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from speclen.cli.learned.history import estimates_of, find_context, last_change
-from speclen.cli.learned.table import short
+from speclen.cli.learned.table import Row, ranges_from, short, table_of, titles_of
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
 from speclen.records import ArmEstimate
-from speclen.store.queries import acceptance, contexts
+from speclen.store.queries import acceptance, contexts, view_rows
+from speclen.store.records import ContextRow
 
 
 def explain(
@@ -40,17 +41,28 @@ def explain(
         estimates = estimates_of(connection, row.context_id)
         survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
         change = last_change(connection, row.context_id, batch)
+        ranges, every_arm = (at_size(view_rows(connection, view), row, batch) for view in ("choices", "learned_table"))
+    equal = {each["arm"] for each in every_arm if each["is_equal"]}
     try:
         explanation = explain_choice(str(row.key), estimates, batch, survival, change)
     except ValueError as error:
         raise UserError(str(error)) from error
     if as_json:
-        print(json.dumps(document_of(explanation)))
+        print(json.dumps(document_of(explanation, equal)))
     else:
-        show(explanation)
+        show(explanation, equal, ranges)
 
 
-def document_of(explanation: Explanation) -> dict[str, Any]:
+def at_size(rows: list[Row], context: ContextRow, batch_size: int) -> list[Row]:
+    """The rows of a view that are about a batch size of a context."""
+    return [
+        each
+        for each in rows
+        if each["context_id"] == context.context_id and each["batch_min"] <= batch_size <= each["batch_max"]
+    ]
+
+
+def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
     """The explanation with the names of the view learned_table."""
     change = explanation.last_change
     return {
@@ -59,7 +71,7 @@ def document_of(explanation: Explanation) -> dict[str, Any]:
         "arm": str(explanation.chosen.arm),
         "runner_up": explanation.runner_up and str(explanation.runner_up.arm),
         "survival": explanation.survival,
-        "rows": [values_of(row) for row in explanation.rows],
+        "rows": [values_of(row) | {"is_equal": str(row.arm) in equal} for row in explanation.rows],
         "last_change": change
         and {
             "previous_arm": change.previous_arm and str(change.previous_arm),
@@ -76,19 +88,20 @@ def values_of(row: ArmEstimate) -> dict[str, Any]:
     return row._asdict() | {"arm": str(row.arm), "speculation_length": length, "ngram": ngram}
 
 
-def show(explanation: Explanation) -> None:
-    """Words first, then the figures of every arm, the one in use marked."""
+def show(explanation: Explanation, equal: set[str], ranges: list[Row]) -> None:
+    """The line of the learned table, the reasons in words, then the figures of every arm."""
     console = Console()
-    console.print(Text(explanation.context, style="bold"))  # its name holds brackets
+    title = titles_of([explanation.context], console.width)[explanation.context]
+    console.print(Text(title, style="bold"), table_of(ranges_from(ranges), console.width), sep="\n")
     for sentence in in_words(explanation):
         console.print(sentence, markup=False)
     table = Table(box=None, padding=(0, 1, 0, 0))  # seven columns have to fit into 80
-    table.add_column("arm", no_wrap=True)
+    table.add_column("arm (* in use, = equal)", no_wrap=True)
     for heading in ("tok/step", "step ms", "ms/token", "95% interval", "steps", "source"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in explanation.rows:
         table.add_row(
-            f"{row.arm} *" if row.is_best else str(row.arm),
+            f"{row.arm} {'*' if row.is_best else '=' if str(row.arm) in equal else ''}",
             *(f"{row.expected_tokens:.2f}", short(1e3 * row.step_s), short(row.ms_per_token)),
             *(f"{short(row.ms_per_token_low)} to {short(row.ms_per_token_high)}", f"{row.num_steps:,}", row.source),
             style="bold" if row.is_best else None,

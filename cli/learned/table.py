@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from calendar import timegm
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,9 @@ Row = dict[str, Any]
 NOTHING = (
     "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
 )
+MS_BAND = 1.5  # within a range, as in the view choices
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
-ARM_WIDTH = 25
+ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
 
 
@@ -61,9 +62,13 @@ def learned_parts(db: Path, context: str) -> list[RenderableType]:
     rows = rows_of(db, "choices", context)
     titles = titles_of({row["context"] for row in rows}, width)
     for name, group in groupby(rows, key=lambda row: row["context"]):
-        ranges = [Range(*(row[field] for field in Range._fields)) for row in group]
-        found += [Text(titles[name], style="bold"), table_of(ranges, width)]
+        found += [Text(titles[name], style="bold"), table_of(ranges_from(group), width)]
     return found or [Text(NOTHING)]
+
+
+def ranges_from(rows: Iterable[Row]) -> list[Range]:
+    """Rows of the view choices."""
+    return [Range(*(row[field] for field in Range._fields)) for row in rows]
 
 
 def titles_of(contexts: Collection[str], width: int) -> dict[str, str]:
@@ -95,7 +100,7 @@ def cells_of(each: Range, width: int) -> dict[str, str]:
         interval = f"{short(each.ms_per_token_low)} to {short(each.ms_per_token_high)}"
     cells = {
         "batch": each.batch_bucket,
-        "arm": arm_and_equals(each, 60 if width >= WIDE else ARM_WIDTH),
+        "arm": arm_and_equals(each, WIDE_ARM_WIDTH if width >= WIDE else ARM_WIDTH),
         "ms/token": "" if known is None else short(known),
         "95% interval": interval,
         "vs plain": "" if each.speedup is None else f"{each.speedup:.2f}x",
@@ -109,11 +114,16 @@ def cells_of(each: Range, width: int) -> dict[str, str]:
 
 
 def arm_and_equals(each: Range, width: int) -> str:
-    """The arm, then as many of its equals as fit into the width, then the number of the others."""
+    """The arm, then as many of its equals as fit into the width, then the number of the others.
+
+    Equals of the arm's kind are given by their length: `draft 3 = 4`.
+    """
     text, others = each.arm, each.equal_arms.split(" = ") if each.equal_arms else []
-    while others and len(f"{text} = {others[0]}") + 5 * (len(others) > 1) <= width:
-        text = f"{text} = {others.pop(0)}"
-    return f"{text} (+{len(others)})" if others else text
+    kind = each.arm.rstrip("0123456789")
+    names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
+    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= width:
+        text = f"{text} = {names.pop(0)}"
+    return f"{text} (+{len(names)})" if names else text
 
 
 def beside(ms: float | None, known: float) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from speclen.cli.learned.table import Row, learned_parts, rows_of
+from speclen.cli.learned.table import learned_parts, rows_of
 from speclen.cli.support.database import DB_OPTION
 from speclen.cli.support.errors import UserError
 
@@ -23,25 +21,22 @@ def tables(
     context: str = typer.Option("", help="Only contexts whose name contains this."),
     watch: bool = typer.Option(False, "--watch", help="Refresh in place until Ctrl-C."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates with --watch."),
-    as_json: bool = typer.Option(False, "--json", help="Print the rows of the view learned_table as JSON."),
-    as_csv: bool = typer.Option(False, "--csv", help="Print the rows of the view learned_table as CSV."),
+    as_json: bool = typer.Option(False, "--json", help="Print the same as JSON: the rows of the view choices."),
 ) -> None:
     """Show the arm in use by batch size: ms per token, times faster than plain decoding, samples and their age.
 
-    Arms that the evidence cannot tell apart stand side by side, as in `draft 3 = draft 4`. From 120 columns on, the
-    neighbours of the arm are shown: one draft token less, one more. --json and --csv print every arm at every batch size.
+    Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`; `(+2)` are two more. From 120 columns on, the
+    neighbours of the arm are shown: one draft token less, one more. The view learned_table has every arm and batch size.
 
     Example: speclen tables --db .speclen/speclen.db --watch
     """
-    if sum((watch, as_json, as_csv)) > 1:
-        raise UserError("--watch, --json and --csv exclude each other: give one of them")
+    if watch and as_json:
+        raise UserError("--watch and --json exclude each other: give one of them")
     if watch:
         keep_showing(lambda: Group(*learned_parts(db, context)), interval_s)
         return
     if as_json:
-        print(json.dumps(rows_of(db, "learned_table", context), indent=2))
-    elif as_csv:
-        print_csv(rows_of(db, "learned_table", context))
+        print(json.dumps(rows_of(db, "choices", context), indent=2))
     else:
         Console().print(*learned_parts(db, context), sep="\n")
 
@@ -54,10 +49,3 @@ def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:
                 live.update(draw(), refresh=True)
         except KeyboardInterrupt:
             return
-
-
-def print_csv(rows: list[Row]) -> None:
-    if rows:
-        writer = csv.DictWriter(sys.stdout, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)

@@ -53,14 +53,14 @@ class ProfileDocument:
             "details": self.details,
         }
 
-    def to_request(self, context: ContextKey, as_prior: bool) -> pb.ImportProfileRequest:
+    def to_request(self, context: ContextKey) -> pb.ImportProfileRequest:
         """The call that seeds `context` with this profile."""
         return pb.ImportProfileRequest(
             context=pb.ContextKey(**context._asdict()),
             cells=[pb.ProfileCell(**cell._asdict()) for cell in self.profile.cells],
             survival=self.profile.survival,
             num_survival_rows=self.profile.num_survival_rows,
-            as_prior=as_prior or self.profile.as_prior,
+            as_prior=self.profile.as_prior or context != self.context,
             source=self.profile.source[:256],
         )
 
@@ -97,9 +97,9 @@ def read_document(path: Path) -> ProfileDocument:
     try:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
+        raise UserError(f"cannot read the profile {path} ({error.strerror}): name a file, an id or latest") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON ({error}): name a file of `speclen profile run`") from error
     try:
         return parse_document(content)
     except (InvalidMessageError, KeyError, TypeError, ValueError) as error:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from speclen.cli.profile.document import ProfileDocument, from_result
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
+from speclen.cli.support.progress import LiveLine
 from speclen.records import ContextKey
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
@@ -45,15 +41,17 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
     context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
     try:
         with (
-            progress_bar(settings) as on_progress,
-            Profiler(pair, settings, prompts, on_progress) as profiler,
+            LiveLine() as line,
+            Profiler(pair, settings, prompts, lambda progress: line.show("profiling", words(progress))) as profiler,
         ):
             samples = profiler.run()
     except KeyboardInterrupt:
         say("interrupted: no profile was made")
         raise typer.Exit(130) from None
     except MemoryError as error:
-        raise UserError(f"not even one row fits in memory: {error}") from error
+        raise UserError(
+            f"not even one sequence fits in memory ({error}): take a smaller model, or free some"
+        ) from error
     result = samples.result()
     if not result.cells:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
@@ -62,23 +60,13 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
     return from_result(context, result, source, details)
 
 
+def words(progress: ProfileProgress) -> str:
+    return f": at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
+
+
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:
     """Name batch sizes and cells that are not part of the profile."""
     if samples.largest_batch_size is not None:
         say(f"batch sizes over {samples.largest_batch_size} do not fit in memory and were left out")
     elif missing := len(settings.batch_sizes) * len(settings.lengths) - num_cells:
         say(f"{missing} cells were not reached in {settings.budget_s:.0f} s and are not part of the profile")
-
-
-@contextmanager
-def progress_bar(settings: ProfileSettings) -> Iterator[Callable[[ProfileProgress], None]]:
-    """A bar on stderr with the time left at most."""
-    columns = (TextColumn("profiling"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("profile", total=settings.budget_s, state="")
-
-        def report(progress: ProfileProgress) -> None:
-            state = f"at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
-            bar.update(task, completed=progress.elapsed_s, state=state)
-
-        yield report

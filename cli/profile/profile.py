@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from speclen.cli.profile.analysis import analyse, analysis_json
+from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
+from speclen.cli.profile.importing import Destination, check_same_context, find_destination
+from speclen.cli.profile.plot import plot as draw
+from speclen.cli.profile.show import show as show_tables
 from speclen.cli.support.client import SECURITY, ClientConfig, client_from
 from speclen.cli.support.database import DATABASE
 from speclen.cli.support.errors import UserError, say, wrapped
@@ -19,9 +24,7 @@ from speclen.cli.support.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
-if TYPE_CHECKING:
-    from speclen.cli.profile.document import ProfileDocument
-    from speclen.cli.profile.importing import Destination
+if TYPE_CHECKING:  # what imports torch is imported where it is used, after `set_spins`
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.settings import ProfileSettings
 
@@ -73,8 +76,6 @@ def run(
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    from speclen.cli.profile.importing import find_destination
-
     if out is not None:
         check_place(out)
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
@@ -93,7 +94,6 @@ def measured(
     pair: ModelPair, plan: ProfileSettings, prompts: Path | None, source: str, folder: Path, out: Path | None
 ) -> ProfileDocument:
     """A new profile, kept in `out` or in the folder. Raises UserError."""
-    from speclen.cli.profile.document import write_document
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
@@ -108,7 +108,7 @@ def measured(
 
 
 def hand_over(document: ProfileDocument, destination: Destination) -> None:
-    profile_id = destination.take(document.to_request(document.context, as_prior=False))
+    profile_id = destination.take(document.to_request(document.context))
     say(f"profile {profile_id} in {destination}")
 
 
@@ -124,11 +124,11 @@ def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budge
 
 @app.command()
 def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
-    """Show a profile: time per token, survival, and what the paper's model and our estimator make of it.
+    """Show a profile: time per token, what our estimator selects from it, and survival.
 
     Example: speclen profile show latest
     """
-    present(found(profile, db), as_json)
+    present(find_profile(profile, db), as_json)
 
 
 @app.command()
@@ -137,14 +137,11 @@ def plot(
     out: Path = typer.Option(Path("profile.png"), help="File to draw into: .png, .svg or .pdf."),
     db: Path = DB,
 ) -> None:
-    """Draw a profile: time per token, survival, and step times with the fitted model.
+    """Draw a profile: time per token by length, with the best length of each batch size.
 
     Example: speclen profile plot latest --out profile.svg
     """
-    from speclen.cli.profile.analysis import analyse
-    from speclen.cli.profile.plot import plot as draw
-
-    document = found(profile, db)
+    document = find_profile(profile, db)
     draw(document, analyse(document), out)
     print(out)
 
@@ -159,9 +156,7 @@ def export(
 
     Example: speclen profile export latest --out profile.json
     """
-    from speclen.cli.profile.document import write_document
-
-    content = found(profile, db).to_json()
+    content = find_profile(profile, db).to_json()
     if out is None:
         print(json.dumps(content, indent=1))
     else:
@@ -173,9 +168,7 @@ def export(
 @flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def import_(
-    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote, or a table."),
-    table_format: str = typer.Option("speclen", "--format", help="speclen, or the engine that the table is for."),
-    context: str = typer.Option("", help="With a table: part of the context's name to compare it with."),
+    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
     threads: int = THREADS,
     db: Path = DB,
@@ -185,43 +178,23 @@ def import_(
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
-    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant. A table of
-    vllm, tensorrt-llm, sglang or llama.cpp holds no times: it is compared with the lengths in use, and nothing is stored.
+    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant.
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
-    if table_format != "speclen":
-        compare_table(profile, table_format, db, context, as_json)
-        return
-    from speclen.cli.profile.document import read_document
-    from speclen.cli.profile.importing import check_same_context, find_destination
-
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
     from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
 
     here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
-    profile_id = destination.take(document.to_request(here, as_prior))
+    profile_id = destination.take(document.to_request(here))
     if as_json:
         print(
             json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": here._asdict()})
         )
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
-
-
-def compare_table(path: Path, table_format: str, db: Path, context: str, as_json: bool) -> None:
-    """Show another engine's table beside the lengths in use. Raises UserError."""
-    from rich.console import Console
-
-    from speclen.cli.transfer import chosen
-
-    found = chosen.differences(chosen.table_from(path, table_format), db, context)
-    if as_json:
-        print(json.dumps(chosen.as_json(*found), indent=1))
-    else:
-        Console().print(chosen.as_matrix(*found))
 
 
 def models_of(settings: dict[str, Any]) -> dict[str, str]:
@@ -243,16 +216,7 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str, weights
     return pair
 
 
-def found(profile: str, db: Path) -> ProfileDocument:
-    from speclen.cli.profile.document import find_profile
-
-    return find_profile(profile, db)
-
-
 def present(document: ProfileDocument, as_json: bool) -> None:
-    from speclen.cli.profile.analysis import analyse, analysis_json
-    from speclen.cli.profile.show import show as show_tables
-
     analysis = analyse(document)
     if as_json:
         print(json.dumps(analysis_json(document, analysis), indent=1))

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_tokens
 from speclen.cli.profile.document import ProfileDocument
-from speclen.cli.profile.paper_model import LONGEST, PaperModel
 
 
 def console() -> Console:
@@ -18,7 +17,7 @@ def console() -> Console:
 
 
 def show(document: ProfileDocument, analysis: Analysis) -> None:
-    """Time per token with the best marked, survival, and the fitted model with where it errs."""
+    """Time per token with the best marked, the estimator's choice, and survival."""
     out = console()
     context = document.context
     out.print(f"[bold]{context.target}[/] with {context.draft}, {context.dtype} on {context.device}", soft_wrap=True)
@@ -29,12 +28,6 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     out.print("\nms per token and row, by speculation length (down) and batch size (across); * is least")
     out.print(time_table(analysis))
     out.print(survival_line(document))
-    if analysis.paper is None:
-        out.print(f"The paper's model is not determined: {analysis.paper_failure}.")
-        return
-    out.print(paper_lines(analysis.paper))
-    out.print("\nBest length: measured, and chosen from this profile; in brackets how much slower that is, as measured")
-    out.print(choice_table(analysis))
 
 
 def time_table(analysis: Analysis) -> Table:
@@ -46,7 +39,15 @@ def time_table(analysis: Analysis) -> Table:
         table.add_row(str(length), *(time_cell(batch, length) for batch in analysis.batches))
     gains = ("" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis.batches)
     table.add_row("gain over 0", *gains)
+    table.add_row(
+        "our estimator", *(choice(batch.estimator_length, batch.estimator_excess) for batch in analysis.batches)
+    )
     return table
+
+
+def choice(length: int, excess: float | None) -> str:
+    """The length that the estimator selects, and how much slower than the best it is, as measured."""
+    return f"{length}" if excess is None else f"{length} (+{excess:.0%})"
 
 
 def time_cell(batch: BatchAnalysis, length: int) -> Text:
@@ -67,42 +68,3 @@ def survival_line(document: ProfileDocument) -> str:
     return (
         f"survival by position: {shares} (of {rows} rows); {tokens:.2f} tokens a step at length {len(profile.survival)}"
     )
-
-
-def paper_lines(paper: PaperModel) -> str:
-    apart = ""
-    if paper.draft_pass_s is not None:
-        alphas = ", ".join(f"{size}: {1e3 * (paper.alpha_s(size) or 0):.3g}" for size in paper.slope_s)
-        apart = f"; draft pass t_S {1e3 * paper.draft_pass_s:.3g} ms, so alpha_b in ms by batch size: {alphas}"
-    slopes = ", ".join(f"{size}: {1e3 * slope:.3g}" for size, slope in paper.slope_s.items())
-    accepted = f"accepted {paper.c:.3g} * s^{paper.gamma:.3g} (error {paper.accepted_error:.1%})"
-    step = f"step {1e3 * paper.beta_s:.3g} ms + s * A_b (error {paper.step_error:.1%})"
-    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}{apart}"
-
-
-def choice_table(analysis: Analysis) -> Table:
-    table = Table()
-    for name in ("batch", "measured", "paper's model", "its optimum", "its ceiling", "our estimator"):
-        table.add_column(name, justify="right")
-    for batch in analysis.batches:
-        table.add_row(
-            str(batch.batch_size),
-            str(batch.best_length),
-            choice(batch.paper_length, batch.paper_excess),
-            within(batch.paper_optimum),
-            within(batch.paper_ceiling),
-            choice(batch.estimator_length, batch.estimator_excess),
-        )
-    return table
-
-
-def within(length: float | None) -> str:
-    if length is None:
-        return ""
-    return f"over {LONGEST}" if length >= LONGEST else f"{length:.2f}"
-
-
-def choice(length: int | None, excess: float | None) -> str:
-    if length is None:
-        return ""
-    return f"{length} (not measured)" if excess is None else f"{length} ({excess:.1%})"

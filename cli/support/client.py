@@ -89,23 +89,23 @@ class Client:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if self.security.token_file is None:
                 return f"the {kind} at {address} wants a token: give the file that holds it with {prefix}token-file"
-            return f"the {kind} at {address} does not accept the token in {self.security.token_file}: give its own"
+            return f"the {kind} at {address} rejects the token in {self.security.token_file}: give its own"
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return f"what answers at {address} is no speclen {kind}: give the address of one with --{kind}"
+            return f"{address} is not a speclen {kind}: give the address of one with --{kind}"
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return f"the {kind} at {address} did not answer in time: is it stopped, or busy?"
+            return f"the {kind} at {address} did not answer in time: try again, or look at its log"
         return f"the {kind} at {address} answered {code.name}: {details}"
 
     def _unreachable(self, kind: str, address: str, details: str) -> str:
         ca, prefix = self.security.ca, self.security.prefix
         if any(words in details for words in ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification", "match target")):
-            return f"the certificate of the {kind} at {address} is not one that {prefix}ca {ca} vouches for"
+            return f"{prefix}ca {ca} does not verify the {kind} at {address}: give the authority of its certificate"
         if not is_listening(address):
             return f"no {kind} answers at {address}: start one with `speclen up`, or name its address with --{kind}"
         if ca is None:
             return f"no {kind} answers at {address}, though something listens: if it has TLS, give {prefix}ca"
         return (
-            f"no {kind} speaks TLS with us at {address}, though something listens: leave {prefix}ca away if it has none, "
+            f"{address} listens and refuses our TLS: drop {prefix}ca if the {kind} has none, "
             f"give {prefix}cert and {prefix}key if it wants a certificate"
         )
 

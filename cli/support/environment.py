@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 from speclen.cli.support.errors import UserError
 
+OTHERS = ("SPECLEN_CONFIG", "SPECLEN_CONTROLLER", "SPECLEN_FAILPOINT", "SPECLEN_TEST_DEVICE")  # no settings of a verb
+
 # What Kubernetes puts into every pod for a service whose name begins with speclen: SPECLEN_SERVICE_HOST,
 # SPECLEN_WORKER_PORT_7080_TCP_ADDR, SPECLEN_PORT and so on.
 FROM_KUBERNETES = re.compile(
@@ -17,7 +19,7 @@ CLOSE = 0.75  # how alike two names are when one is a misspelling of the other
 
 
 def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Callable[[str], Iterable[str]]) -> None:
-    """Raises UserError for a variable that is no setting but means to be one, and says which it is near to.
+    """Raises UserError for a variable that is not a setting but means to be one, and says which it is near to.
 
     verbs: what may follow SPECLEN_. settings: names of the settings of a verb, asked for only where a variable needs it.
     What is far from all of ours is somebody else's, and left alone.
@@ -30,18 +32,9 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
         if prefix is not None:
             known = {setting.replace("-", "_").upper() for setting in settings(prefixes[prefix])}
             if name.removeprefix(prefix) not in known:
-                raise UserError(f"the environment variable {name} is no setting{nearest(name, prefix, known)}")
-        elif name not in OTHERS and (words := nearest_verb(name, prefixes)):
-            raise UserError(f"the environment variable {name} is no setting: {words}")
-
-
-# Variables that are no settings of a verb.
-OTHERS = {
-    "SPECLEN_CONFIG",
-    "SPECLEN_CONTROLLER",
-    "SPECLEN_FAILPOINT",
-    "SPECLEN_TEST_DEVICE",
-}
+                raise UserError(f"the environment variable {name} is not a setting{nearest(name, prefix, known)}")
+        elif name not in OTHERS and (meant := nearest_name(name, prefixes)):
+            raise UserError(f"the environment variable {name} is not a setting; did you mean {meant}?")
 
 
 def nearest(name: str, prefix: str, known: set[str]) -> str:
@@ -51,12 +44,10 @@ def nearest(name: str, prefix: str, known: set[str]) -> str:
     return f": it may be one of {prefix}{{{', '.join(sorted(known)[:8])}, …}}"
 
 
-def nearest_verb(name: str, prefixes: Iterable[str]) -> str:
-    """The setting that was meant, when the variable begins with a misspelt verb of ours."""
-    for prefix in prefixes:
-        begin = "_".join(name.split("_")[: prefix.count("_")]) + "_"
-        if difflib.SequenceMatcher(None, begin, prefix).ratio() >= CLOSE + 0.05 and len(name) > len(begin):
-            return f"did you mean {prefix}{name[len(begin) :]}?"
-    if close := difflib.get_close_matches(name, OTHERS, n=1, cutoff=CLOSE):
-        return f"did you mean {close[0]}?"
-    return ""
+def nearest_name(name: str, prefixes: Iterable[str]) -> str:
+    """The variable that was meant where its verb, or all of it, is misspelt; "" for somebody else's."""
+    verb = "_".join(name.split("_", 2)[:2]) + "_"
+    for close in difflib.get_close_matches(verb, prefixes, n=1, cutoff=CLOSE + 0.05):
+        if len(name) > len(verb):
+            return close + name.removeprefix(verb)
+    return "".join(difflib.get_close_matches(name, OTHERS, n=1, cutoff=CLOSE))

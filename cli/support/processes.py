@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -18,12 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
-from speclen.cli.support.progress import Progress
 from speclen.cli.support.whose import identity, occupant
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0
 STABLE_S = 60.0
+NEWS_S = 20.0  # between two lines about a start that takes long
 
 
 def end_as_by_ctrl_c() -> None:
@@ -111,7 +112,7 @@ class Child:
         )
 
     def new_remarks(self) -> list[str]:
-        """Words for the user since the last call: whole lines of the process's log that are no log records."""
+        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start."""
         if not self.log_file.exists():
             return []
         with self.log_file.open("rb") as log:
@@ -119,7 +120,8 @@ class Child:
             text, newline, _ = log.read().rpartition(b"\n")
         self.log_position += len(text) + len(newline)
         lines = text.decode("utf-8", errors="replace").splitlines()
-        return [line for line in lines if line[:1].isalpha() and " serving on " not in line]
+        known = (" serving on ", f"starting a {self.kind} on ")
+        return [line for line in lines if line[:1].isalpha() and not any(words in line for words in known)]
 
     @property
     def kind(self) -> str:
@@ -155,25 +157,25 @@ class Child:
             log.seek(self.log_begin)
             return f" serving on {self.address}".encode() in log.read()
 
-    def wait_until_serving(self, timeout_s: float, say: Callable[[str], None] = lambda remark: None) -> None:
-        """Pass on what it remarks meanwhile, and wait for as long as it gets on: a large model takes its time.
+    def wait_until_serving(self, timeout_s: float = math.inf, say: Callable[[str], None] = lambda remark: None) -> None:
+        """Pass on its remarks until it serves: loading or downloading a large model takes as long as it takes.
 
-        timeout_s: without any sign of work. Raises UserError with the process's own last words when it ends or stands
-        still for that long.
+        Raises UserError with the process's own last words when it ends, or naming its log when time is up.
         """
-        progress = Progress(self.process.pid if self.process else None, time.monotonic())
-        while not progress.stalled(time.monotonic(), timeout_s):
+        begin = told_at = time.monotonic()
+        doing = "starting"
+        while time.monotonic() - begin < timeout_s:
             if self.exit_code is not None:
                 raise UserError(f"the {self.name} did not start: {self.last_words()}")
-            for remark in self.new_remarks():
-                say(f"the {self.name}: {remark}")
-                progress.note(remark)
+            for doing in self.new_remarks():
+                say(f"{self.name}: {doing}")
             if self.is_serving():
                 return
-            if news := progress.news(time.monotonic()):
-                say(f"the {self.name}: {news}")
+            if time.monotonic() - told_at >= NEWS_S:
+                told_at = time.monotonic()
+                say(f"{self.name}: {doing} ({told_at - begin:.0f} s so far)")
             time.sleep(0.1)
-        raise UserError(f"the {self.name} has stood still for {timeout_s:g} s: see {self.log_file}")
+        raise UserError(f"the {self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that did not help in time."""

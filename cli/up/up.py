@@ -28,7 +28,6 @@ from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names, draft_of
 
-STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
@@ -122,7 +121,7 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
 def show_demo(run: Run, database: Path | None) -> None:
     """Raises UserError for a controller without a database."""
     if database is None:
-        raise UserError("--demo shows the database, and the controller has none: leave its setting in-memory away")
+        raise UserError("--demo needs a database, and the controller has none: drop its setting in-memory")
     from speclen.cli.up.demo import run_demo
 
     run_demo(run.places.workers, database, run.client)
@@ -132,7 +131,7 @@ def refuse_with_ray(context: typer.Context) -> None:
     """Raises UserError for a flag that Ray does not follow."""
     for name in ("demo", "once", "controller", "quick_profile_s"):
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
-            raise UserError(f"{flag(name)} has no meaning with --ray: leave it out")
+            raise UserError(f"{flag(name)} cannot be used with --ray: drop one of them")
 
 
 def in_full(settings: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def refuse_without_ray(fleet: dict[str, Any]) -> None:
     """Raises UserError for a setting that only Ray can follow."""
     for name, value in fleet.items():
         if value != settings_of(FleetConfig)[name].default:
-            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it out")
+            raise UserError(f"{flag(name)} {value} needs --ray: add it, or drop {flag(name)}")
 
 
 def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]) -> None:
@@ -159,14 +158,17 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
-        tell(f"starting the {child.name} on {child.address}")
+        tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":
-            child.wait_until_serving(STALL_TIMEOUT_S, tell)
-            tell("the controller is serving")
+            wait_for(child, tell)
     for child in children[1:]:
-        child.wait_until_serving(STALL_TIMEOUT_S, tell)
-        tell(f"the {child.name} is serving")
+        wait_for(child, tell)
+
+
+def wait_for(child: Child, tell: Callable[[str], None]) -> None:
+    child.wait_until_serving(say=tell)
+    tell(f"{child.name}: serving")
 
 
 def database_of(controller: str, client: Client) -> Path | None:
@@ -279,6 +281,6 @@ def program() -> str:
 
 def print_what_is_left(database: Path | None) -> None:
     if database is None:
-        print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
+        print("\nAll stopped. What was learned is gone, as the controller had no database.\n", flush=True)
         return
     print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)

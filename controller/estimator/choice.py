@@ -7,12 +7,14 @@ expected to lose have been earned. Policies that do not learn, for `controller -
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from speclen.controller.estimator.model import Estimates
+from speclen.controller.estimator.saving import Array
+from speclen.controller.estimator.sizes import FIRST_AFTER, Grid, moved, pause
 from speclen.records import Profile
-
-Array = np.ndarray
 
 ADAPTIVE = "adaptive"
 KNOWN = "adaptive, profile, none or fixed:K with K from 0 to 64"
@@ -21,32 +23,54 @@ STAYS = 0.005  # log score by which another arm must be better
 OPTIMISM = 1.0  # standard deviations
 EARNED = 0.01  # seconds of probes per second of steps
 CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
-LEAST_GAP, MOST_GAP, GAP_GROWTH = 8.0, 120.0, 0.1  # steps between probes of a size: at first, at most, per step seen
-SEEN = 6.0  # usable samples from which on a size has a choice of its own
+MOST_GAP = 120.0  # steps between probes of a size
 COLD_LENGTH = 2
 
 
+@dataclass(eq=False)
 class Selection:
-    """Arms in use of one group of workers. arms: place in [2 x lengths] by range of sizes."""
+    """Arms in use of one group of workers.
 
-    STATE = ("arms", "version", "steps", "since_probe", "credit_s")
+    allowed: arms within the limits, [2, lengths]; arms: places of those in use, by range of sizes; version: of the table;
+    frozen: by a policy that does not learn; steps: at each range; since_probe: steps since the last probe there; credit_s:
+    seconds that probes there may lose.
+    """
 
-    def __init__(self, num_ranges: int, num_lengths: int, allowed: Array) -> None:
-        self.num_lengths, self.allowed = num_lengths, allowed
-        self.arms = np.full(num_ranges, min(COLD_LENGTH, num_lengths - 1))
-        self.version = 1
-        self.frozen = False  # by a policy that does not learn
-        self.steps = np.zeros(num_ranges)  # at each range of sizes
-        self.since_probe = np.full(num_ranges, LEAST_GAP)
-        self.credit_s = np.zeros(num_ranges)
-        self.value = self.step_s = np.zeros((0, 0))
-        self.optimism: Array | None = None
+    allowed: Array
+    arms: Array
+    steps: Array
+    since_probe: Array
+    credit_s: Array
+    version: int = 1
+    frozen: bool = False
 
-    def at(self, index: int) -> tuple[int, int]:
-        """The arm in use at a range of sizes: n-grams or not, length."""
-        return divmod(int(self.arms[index]), self.num_lengths)
+    @classmethod
+    def cold(cls, grid: Grid, ngram: bool) -> Selection:
+        """Before anything was seen."""
+        ranges, lengths = len(grid.low), grid.num_lengths
+        allowed = np.array([[True] * lengths, [ngram] * lengths])
+        arms = np.full(ranges, min(COLD_LENGTH, lengths - 1))
+        return cls(allowed, arms, np.zeros(ranges), np.full(ranges, FIRST_AFTER), np.zeros(ranges))
 
-    def earn(self, at: Array, seconds: Array) -> None:
+    def widen(self, grid: Grid, ngram: bool) -> None:
+        """Go on with larger limits: sizes that are new begin with the arm of the largest known."""
+        old, new = self.allowed.shape[1], Selection.cold(grid, ngram)
+        more = len(new.arms) - len(self.arms)
+        self.arms = np.pad(moved(self.arms, old, grid.num_lengths), (0, more), mode="edge")
+        self.allowed, self.version = new.allowed, self.version + 1
+        for name in ("steps", "since_probe", "credit_s"):
+            setattr(self, name, np.append(getattr(self, name), getattr(new, name)[len(self.arms) - more :]))
+
+    def go_on_from(self, other: Selection) -> None:
+        """Begin with the arms of another group."""
+        self.arms, self.version = other.arms.copy(), other.version + 1
+
+    def freeze(self, arms: np.ndarray) -> None:
+        """Keep these arms, of a policy that does not learn."""
+        self.version += bool((self.arms != arms).any())
+        self.arms, self.frozen = arms, True
+
+    def earn(self, at: np.ndarray, seconds: np.ndarray) -> None:
         """Count steps. at: range of each; seconds: of each."""
         count, total_s = np.bincount(at, minlength=len(self.steps)), np.bincount(at, seconds, len(self.steps))
         most_s = CREDIT * total_s / np.maximum(count, 1)
@@ -55,80 +79,51 @@ class Selection:
         self.steps += count
         self.since_probe += count
 
-    def pay(self, index: int, arm: int, seconds: float) -> None:
-        """Charge what a step of a probe took beyond its arm's expected time. arm: place in [2 x lengths]."""
-        if self.optimism is not None:
-            expected_s = float(self.step_s[index, arm])
-            owed_s = self.credit_s[index] - max(0.0, seconds - expected_s)
-            self.credit_s[index] = max(owed_s, -CREDIT * expected_s)
+    def pay(self, at: int, seconds: float, expected_s: float) -> None:
+        """Charge what a step of a probe took beyond its arm's expected time. at: range of sizes."""
+        self.credit_s[at] = max(self.credit_s[at] - max(0.0, seconds - expected_s), -CREDIT * expected_s)
 
-    def go_on_from(self, other: Selection) -> None:
-        """Begin with the arms of another group."""
-        self.arms, self.version = other.arms.copy(), other.version + 1
-
-    def choose(self, estimates: Estimates, seen: Array, profiled: Array, sizes: Array) -> list[int]:
+    def choose(self, score: np.ndarray, known: np.ndarray, sizes: np.ndarray) -> list[int]:
         """Select anew; returns the ranges whose arm changed.
 
-        seen: usable samples by range; profiled: those that a profile tells of; sizes: of the ranges.
+        score: log tokens per second, [ranges, 2, lengths]; known: ranges that were seen or profiled; sizes: of the ranges.
         """
-        if self.frozen:
+        if self.frozen or not known.any():
             return []
-        known = (seen >= SEEN) | profiled
-        if not known.any():
-            self.note(estimates)
-            return []
-        before = self.arms.copy()
-        bound = np.full(len(sizes), self.num_lengths)
-        self._select(estimates, np.flatnonzero(known), bound)
+        before, lengths = self.arms.copy(), self.allowed.shape[1]
+        self._select(score, np.flatnonzero(known), np.full(len(sizes), lengths))
         distance = np.abs(np.log(sizes[:, None] / sizes[known]))
         nearest = np.flatnonzero(known)[distance.argmin(axis=1)]
-        bound = np.where(known, bound, self.arms[nearest] % self.num_lengths + 1)
-        self._select(estimates, np.flatnonzero(~known), bound)
-        self.note(estimates)
+        self._select(score, np.flatnonzero(~known), self.arms[nearest] % lengths + 1)
         changed = np.flatnonzero(self.arms != before)
         self.version += bool(len(changed))
-        return [int(index) for index in changed]
+        return [int(at) for at in changed]
 
-    def _relative(self, estimates: Estimates) -> Array:
-        """Score of every arm relative to the one in use, [ranges, arms]."""
-        score = estimates.score.reshape(len(self.arms), -1)
-        value: Array = score - np.take_along_axis(score, self.arms[:, None], 1)
-        return value
-
-    def _select(self, estimates: Estimates, ranges: Array, bound: Array) -> None:
+    def _select(self, score: np.ndarray, ranges: np.ndarray, bound: np.ndarray) -> None:
         """Take the best arm at some ranges of sizes, of lengths below the bound."""
-        value = self._relative(estimates)
-        fits = np.arange(self.num_lengths) < bound[:, None]
-        fits = self.allowed.reshape(-1) & np.concatenate([fits, fits], axis=1)
-        value = np.where(fits, value, -np.inf)
-        best = value.argmax(axis=1)
-        stays = np.take_along_axis(fits, self.arms[:, None], 1)[:, 0] & (value.max(axis=1) <= STAYS)
+        fits = (self.allowed & (np.arange(self.allowed.shape[1]) < bound[:, None, None])).reshape(len(bound), -1)
+        value = np.where(fits, score.reshape(fits.shape), -np.inf)
+        all_ranges, best = np.arange(len(bound)), value.argmax(axis=1)
+        stays = value[all_ranges, best] <= value[all_ranges, self.arms] + STAYS  # -inf where it does not fit
         self.arms[ranges] = np.where(stays, self.arms, best)[ranges]
 
-    def note(self, estimates: Estimates) -> None:
-        """Keep what probes are selected by until the next choice."""
-        self.value = self._relative(estimates)
-        variance = estimates.variance(self.arms).reshape(self.value.shape)
-        optimistic = np.where(self.allowed.reshape(-1), self.value + OPTIMISM * np.sqrt(variance), -np.inf)
-        optimistic[np.arange(len(self.arms)), self.arms] = -np.inf
-        self.optimism = optimistic
-        self.step_s = np.exp(estimates.log_time + estimates.level).reshape(self.value.shape)
-
-    def probe(self, index: int, allowed: Array, num_steps: int) -> int | None:
-        """The arm to try at a range of sizes now, charged; mostly None. allowed: of the worker, [2 x lengths]."""
-        gap = min(LEAST_GAP + GAP_GROWTH * self.steps[index], MOST_GAP)
-        if self.since_probe[index] < gap or self.optimism is None:
+    def probe(self, at: int, estimates: Estimates, allowed: np.ndarray, num_steps: int) -> int | None:
+        """The arm to try at a range of sizes now, charged; mostly None. allowed: of the worker, [2, lengths]."""
+        if self.since_probe[at] < pause(self.steps[at], MOST_GAP):
             return None
-        optimistic = np.where(allowed.reshape(-1), self.optimism[index], -np.inf)
-        arm = int(optimistic.argmax())
-        if not np.isfinite(optimistic[arm]):
+        score = estimates.score[at].reshape(-1)
+        value = score - score[self.arms[at]]
+        variance = estimates.variance(np.array([at]), self.arms[[at]]).reshape(-1)
+        optimistic = np.where((self.allowed & allowed).reshape(-1), value + OPTIMISM * np.sqrt(variance), -np.inf)
+        optimistic[self.arms[at]] = -np.inf
+        place = int(optimistic.argmax())
+        step_s = estimates.step_s(at, *divmod(place, self.allowed.shape[1]))
+        loss_s = num_steps * step_s * max(0.0, 1.0 - float(np.exp(value[place])))
+        if not np.isfinite(optimistic[place]) or loss_s > self.credit_s[at]:
             return None
-        loss = num_steps * self.step_s[index, arm] * max(0.0, 1.0 - float(np.exp(self.value[index, arm])))
-        if loss > self.credit_s[index]:
-            return None
-        self.credit_s[index] -= loss
-        self.since_probe[index] = 0.0
-        return arm
+        self.credit_s[at] -= loss_s
+        self.since_probe[at] = 0.0
+        return place
 
 
 def check_policy(name: str) -> str:

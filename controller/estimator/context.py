@@ -3,125 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from speclen.controller.estimator.choice import Selection
-from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
+from speclen.controller.estimator.features import features_of
 from speclen.controller.estimator.isolation import Worker, is_apart
 from speclen.controller.estimator.load import Traffic
-from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
-from speclen.controller.estimator.sizes import Cells, ranges_to
-from speclen.controller.estimator.step_time import Evidence, Samples
-from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
+from speclen.controller.estimator.model import Estimates, estimates_of, solve_all
+from speclen.controller.estimator.saving import Array
+from speclen.controller.estimator.seeding import evidence_of
+from speclen.controller.estimator.sizes import FIRST_AFTER, Cells, Grid, pause
+from speclen.controller.estimator.step_time import NOTHING, Evidence, Samples
+from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
 from speclen.controller.estimator.workers import Workers, fair_weights
-from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepFlag, StepRecord
+from speclen.records import Arm, ContextKey, DriftEvent, Limits, Profile, RequestClass, StepFlag, StepRecord
 
-Array = np.ndarray
-
-FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
+MOST_PENDING = 512.0  # reports between two solutions
 POOL = ""  # name of the group that agrees
 CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # what else takes longer is no cost of a probe
 NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
+@dataclass(eq=False)
 class Group:
-    """Workers that share a table, all but those that differ. num_learned: reports so far; pending: since the solution."""
+    """Workers that share a table: all but those that differ. pending: reports since the estimates were made."""
 
-    STATE = ("pending", "num_learned")
-
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
-        self.estimates: Estimates | None = None
-        self.saved: Saved | None = None  # while it is saved or restored
-        self.pending = self.num_learned = 0.0
-        self._believed: tuple[Estimates | None, Array, Array] = (None, np.zeros(0), np.zeros(0))
-
-    def believed(self, cells: Cells, offset: Array) -> tuple[Array, Array]:
-        """Log time of every cell, and its variance, by the newest estimates."""
-        assert self.estimates is not None
-        known, theta, variance = self._believed
-        if known is not self.estimates or len(theta) != len(cells.numbers):
-            theta, variance = self.estimates.believed(cells, offset)
-            self._believed = (self.estimates, theta, variance)
-        return theta, variance
-
-
-class Context:
-    """Cells, workers and groups of one context. siblings: all contexts of the pair, which share accepted tokens."""
-
-    STATE = ("prior_mean", "prior_precision", "level", "offset", "profiled")
-
-    def __init__(self, key: ContextKey, limits: Limits, token_prior: TokenPrior, siblings: Sequence[Context]) -> None:
-        self.key, self.limits, self.token_prior, self.siblings = key, limits, token_prior, siblings
-        lengths = limits.max_speculation_length + 1
-        widest = max(lengths, NGRAM_MAX_TOKENS + 1 if limits.ngram else 1)
-        self.grid = Grid(ranges_to(limits.max_batch_size), lengths, num_slopes(limits.max_batch_size * widest))
-        self.prior_mean, self.prior_precision = prior_of(self.grid.slopes)
-        self.level = 0.0  # log seconds, before any report
-        self.offset = np.zeros(self.grid.num_cells)  # residuals of a profile
-        self.profiled = np.zeros(len(self.grid.sizes), dtype=bool)
-        self.cells = Cells(len(self.prior.mean))
-        self.traffic = Traffic(len(self.grid.sizes))
-        self.workers = Workers(len(self.prior.mean), len(token_prior.accepted))
-        self.has_decided = False
-        self.num_reports = 0
-        self.num_probes = 0
-        self.groups = {POOL: self.new_group()}
+    selection: Selection
+    estimates: Estimates | None = None
+    num_learned: int = 0
+    pending: int = 0
 
     @property
-    def prior(self) -> Prior:
-        """Of the weights of the surface."""
-        return Prior(self.prior_mean, self.prior_precision)
+    def is_due(self) -> bool:
+        """True when there is enough to estimate anew."""
+        return self.pending >= pause(self.num_learned, MOST_PENDING)
 
-    def arm(self, place: int) -> Arm:
-        """The arm at a place of [2 x lengths]."""
-        ngram, length = divmod(place, self.grid.num_lengths)
-        return Arm(length, bool(ngram))
 
-    def arms_in_use(self) -> dict[str, Array]:
+@dataclass(eq=False)
+class Context:
+    """Cells, workers and groups of one context.
+
+    profiled: ranges that a profile tells of; level: its log seconds; survival_prior: its survival by draft position.
+    """
+
+    key: ContextKey
+    limits: Limits
+    profiled: Array
+    cells: Cells
+    traffic: Traffic
+    workers: Workers
+    groups: dict[str, Group]
+    level: float = 0.0
+    survival_prior: tuple[float, ...] = ()
+    has_decided: bool = False
+    num_reports: int = 0
+    num_probes: int = 0
+
+    def __post_init__(self) -> None:
+        self.grid = Grid.of(self.limits)
+        self.pair: list[Context] = [self]
+        self._believed: tuple[Estimates | None, np.ndarray, np.ndarray] = (None, np.zeros(0), np.zeros(0))
+
+    @classmethod
+    def new(cls, key: ContextKey, limits: Limits) -> Context:
+        """One that knows nothing."""
+        grid = Grid.of(limits)
+        workers = Workers(TokenEvidence.none(limits.max_speculation_length))
+        groups = {POOL: Group(Selection.cold(grid, limits.ngram))}
+        return cls(key, limits, np.zeros(len(grid.low), bool), Cells(), Traffic.none(len(grid.low)), workers, groups)
+
+    @property
+    def is_known(self) -> bool:
+        """True if there is anything to show."""
+        return bool(self.num_reports or self.profiled.any())
+
+    @property
+    def unseen(self) -> np.ndarray:
+        """Acceptance by draft position before anything was seen, [positions]."""
+        return unseen_acceptance(self.workers.tokens.reached.shape[1], self.survival_prior)
+
+    def arms_in_use(self) -> dict[str, np.ndarray]:
         """Places of the arms in use, by group, [ranges]."""
         return {name: group.selection.arms.copy() for name, group in self.groups.items()}
-
-    def select(self, lengths: Array) -> None:
-        """Use these lengths, of a policy that does not learn."""
-        selection = self.groups[POOL].selection
-        selection.version += bool((selection.arms != lengths).any())
-        selection.arms, selection.frozen = lengths.astype(int), True
-
-    def extend_tokens(self, max_length: int) -> None:
-        """Make room for longer lengths of the pair."""
-        for tokens in self.workers.all_tokens():
-            tokens.extend(max_length)
-        for group in self.groups.values():
-            group.estimates = None
-
-    def go_on_from(self, narrower: Context) -> None:
-        """Take over from the context before it was widened: evidence of tokens, arms in use and counts."""
-        self.has_decided, self.num_probes = narrower.has_decided, narrower.num_probes
-        self.workers.tokens = narrower.workers.tokens
-        for name, worker in narrower.workers.tracked.items():
-            new = self.workers.tracked[name] = self.workers.new()
-            new.tokens, new.tail.level = worker.tokens, worker.tail.level
-        old, new_choice = narrower.groups[POOL].selection, self.groups[POOL].selection
-        at = narrower.grid.ranges.of[np.minimum(self.grid.sizes, narrower.limits.max_batch_size)]
-        ngram, length = np.divmod(old.arms[at], old.num_lengths)
-        new_choice.arms, new_choice.version = ngram * self.grid.num_lengths + length, old.version + 1
-        self.traffic.seen = np.where(self.grid.sizes <= narrower.limits.max_batch_size, narrower.traffic.seen[at], 0.0)
-
-    def new_group(self) -> Group:
-        """A group that knows nothing yet."""
-        lengths = self.grid.num_lengths
-        allowed = np.array([[True] * lengths, [self.limits.ngram] * lengths])
-        return Group(Selection(len(self.grid.sizes), lengths, allowed))
 
     def group_name(self, worker_id: str) -> str:
         """Name of the group that a worker belongs to: its own where it differs from the others."""
         return worker_id if worker_id in self.groups else POOL
 
-    def group_of(self, worker_id: str) -> Group:
-        """The group that a worker belongs to."""
-        return self.groups[self.group_name(worker_id)]
+    def join(self, pair: list[Context]) -> None:
+        """Share accepted tokens with the other contexts of the pair, which make room for the longest lengths of all."""
+        pair.append(self)
+        self.pair, self.survival_prior = pair, pair[0].survival_prior
+        self.extend_tokens()
+
+    def extend_tokens(self) -> None:
+        """Make room for the longest lengths of all contexts of the pair."""
+        longest = max(each.limits.max_speculation_length for each in self.pair)
+        for each in self.pair:
+            each.workers.extend_tokens(longest)
+            if each is not self:
+                for name in each.groups:
+                    each.estimate(name)
+
+    def widen(self, limits: Limits) -> None:
+        """Go on with larger limits."""
+        old, self.limits, self.grid = self.grid, limits, Grid.of(limits)
+        self.cells = self.cells.renumbered(old.num_lengths, self.grid.num_lengths)
+        self.profiled = np.pad(self.profiled, (0, len(self.grid.low) - len(old.low)))
+        self.traffic.extend(len(self.grid.low))
+        for group in self.groups.values():
+            group.selection.widen(self.grid, limits.ngram)
+        self.extend_tokens()
+
+    def seed(self, profile: Profile) -> None:
+        """Take an offline profile as evidence of limited weight, as far as nothing is known from workers."""
+        if profile.survival and not sum(each.amount for each in self._shared_tokens()):
+            for each in self.pair:
+                each.survival_prior = profile.survival
+        if len(profile.cells) > 1 and not self.num_reports:
+            self.workers.times, self.level = evidence_of(profile, self.grid, self.cells)
+            sizes = [cell.batch_size for cell in profile.cells]
+            self.profiled = (self.grid.high >= min(sizes)) & (self.grid.low <= max(sizes))
 
     # Learning
 
@@ -129,69 +133,62 @@ class Context:
         """Learn from consecutive steps of one worker; returns ranges of sizes whose arm changed, and detected changes."""
         worker = self.workers.find(worker_id, self.num_reports, self.groups)
         self.groups = {name: each for name, each in self.groups.items() if name in self.workers.tracked or name == POOL}
-        group, (times, tokens) = self.group_of(worker_id), self.workers.evidence_of(worker_id)
+        name, (times, tokens) = self.group_name(worker_id), self.workers.evidence_of(worker_id)
         self.num_reports += len(records)
         worker.num_reports += len(records)
         worker.last_seen = self.num_reports
-        if group.estimates is None:
-            self.solve(self.group_name(worker_id))
-        events = self._learn_tokens(tokens, group, records)
-        self.traffic.count(records, self.grid.ranges.of)
+        estimates = self.groups[name].estimates or self.estimate(name)
+        events = [self._acceptance_changed(*change) for change in tokens.add(records, estimates.ratios)]
+        self.traffic.count(records, self.grid.range_of)
         if usable := [record for record in records if not record.flags]:
-            self._learn_times(worker, times, group, usable)
-        self._earn(group, records)
+            self._learn_times(worker, times, estimates, usable)
+        self._earn(self.groups[name].selection, estimates, records)
         if worker_id in self.workers.tracked and worker.is_due:
-            events += self._compare(worker_id, worker)
-            group = self.group_of(worker_id)
+            events += self._compare(worker)
+            name = self.group_name(worker_id)
+        group = self.groups[name]
         group.pending += len(records)
         group.num_learned += len(records)
-        if events or group.pending >= min(FIRST_SOLVE + SOLVE_GROWTH * group.num_learned, LAST_SOLVE):
-            return self.solve(self.group_name(worker_id)), events
-        return [], events
+        return (self.solve(name) if events or group.is_due else []), events
 
-    def _learn_tokens(self, tokens: TokenEvidence, group: Group, records: Sequence[StepRecord]) -> list[DriftEvent]:
-        assert group.estimates is not None
-        changes = tokens.add(records, group.estimates.ratios)
-        words = "accepted tokens of {} requests changed"
-        return [
-            DriftEvent(
-                self.key, "acceptance", statistic, words.format(RequestClass(kind).name.lower().replace("_", "-"))
-            )
-            for kind, statistic in changes
-        ]
+    def _acceptance_changed(self, kind: int, statistic: float) -> DriftEvent:
+        name = RequestClass(kind).name.lower().replace("_", "-")
+        return DriftEvent(self.key, "acceptance", statistic, f"accepted tokens of {name} requests changed")
 
-    def _learn_times(self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]) -> None:
-        assert group.estimates is not None
-        values = np.array([
-            (r.batch_size, r.arm.speculation_length, r.num_drafted_sequences, r.num_verified_tokens,
-             r.mean_context_length, r.latency_s, r.arm.ngram)
+    def _learn_times(
+        self, worker: Worker, evidence: Evidence, estimates: Estimates, records: Sequence[StepRecord]
+    ) -> None:
+        values = [
+            (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
+             r.num_verified_tokens, r.mean_context_length, self.grid.place(r.arm), r.latency_s)
             for r in records
-        ], dtype=float).T  # fmt: skip
-        batch, length, drafted, verified, held, seconds, ngram = values
-        features = features_of([batch, np.where(drafted > 0, length, 0.0), drafted, verified, held], self.grid.slopes)
-        batch, ngram, length = values[[0, 6, 1]].astype(int)
-        places = self.cells.places(self.grid.cells_at(batch, ngram, length), features)
+        ]  # fmt: skip
+        *columns, place, seconds = np.array(values, dtype=float).T
+        features = features_of(*columns)
+        places = self.cells.places(self.grid.cells_at(columns[0].astype(int), place.astype(int)), features)
         evidence.grow(len(self.cells.numbers))
-        weights = np.exp(group.estimates.solution.phi)
-        theta, variance = group.believed(self.cells, self.offset)
+        weights = np.exp(estimates.solution.phi)
         # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
         log_s = np.log(seconds * (self.cells.features[places] @ weights) / (features @ weights))
-        evidence.add(worker.tail, Samples(places, features, log_s), theta, variance)
+        if self._believed[0] is not estimates or len(self._believed[1]) != len(self.cells.numbers):
+            self._believed = (estimates, *estimates.of_cells(self.cells))
+        evidence.add(worker.tail, Samples(places, log_s), *self._believed[1:])
 
-    def _earn(self, group: Group, records: Sequence[StepRecord]) -> None:
+    def _earn(self, selection: Selection, estimates: Estimates, records: Sequence[StepRecord]) -> None:
         """Give steps' time to the exploration budget, and charge what steps of probes took longer."""
         usual = np.array([(r.batch_size, r.latency_s) for r in records if not r.probe_id]).reshape(-1, 2)
-        group.selection.earn(self.grid.ranges.of[usual[:, 0].astype(int)], usual[:, 1])
+        selection.earn(self.grid.range_of[usual[:, 0].astype(int)], usual[:, 1])
         for record in records:
             if record.probe_id and record.flags <= CAUSED:
-                place = record.arm.ngram * self.grid.num_lengths + record.arm.speculation_length
-                group.selection.pay(self.grid.ranges.of[record.batch_size], place, record.latency_s)
+                at = int(self.grid.range_of[record.batch_size])
+                expected_s = estimates.step_s(at, int(record.arm.ngram), record.arm.speculation_length)
+                selection.pay(at, record.latency_s, expected_s)
 
-    def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
-        """Hold a worker against the others; isolate it, or let it join them again."""
+    def _compare(self, worker: Worker) -> list[DriftEvent]:
+        """Hold a worker against the others; isolate those that differ, or let them join again."""
         if len(self.workers.tracked) < 2:
             return []
-        worker.note(self.cells.features, self.prior, self.token_prior)
+        worker.note(self.cells.features, self.unseen)
         events = []
         for name, other in self.workers.tracked.items():
             before = other.apart
@@ -202,16 +199,15 @@ class Context:
         return events
 
     def _regroup(self, name: str, worker: Worker) -> DriftEvent:
+        pool = self.groups[POOL].selection
         if any(worker.apart):
-            group = self.groups[name] = self.new_group()
-            group.selection.go_on_from(self.groups[POOL].selection)
+            group = self.groups[name] = Group(Selection.cold(self.grid, self.limits.ngram))
+            group.selection.go_on_from(pool)
             parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
             what = " and ".join(part for part, apart in parts if apart)
             sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
         else:
-            version = self.groups.pop(name).selection.version
-            pool = self.groups[POOL].selection
-            pool.version = max(pool.version, version) + 1
+            pool.version = max(pool.version, self.groups.pop(name).selection.version) + 1
             sentence = f"{name} agrees with the other workers again"
         self.solve(POOL)
         return DriftEvent(self.key, "worker", 1.0, sentence)
@@ -220,18 +216,22 @@ class Context:
 
     def solve(self, name: str) -> list[int]:
         """Estimate anew for a group and select; returns the ranges of sizes whose arm changed."""
+        estimates = self.estimate(name)
+        known = (self.traffic.seen >= FIRST_AFTER) | self.profiled
+        return self.groups[name].selection.choose(estimates.score, known, self.grid.sizes)
+
+    def estimate(self, name: str) -> Estimates:
+        """Estimate anew for a group."""
         group = self.groups[name]
-        group.pending = 0.0
-        self.workers.drop_cells(self.cells)
+        self.cells = self.workers.trim(self.cells)
         times = self._times_of(name)
         weights = fair_weights([float(each.count.sum()) for each in times])
-        last = None if group.estimates is None else group.estimates.solution
-        load = self.traffic.load()
-        group.estimates = estimate(
-            self.grid, self.cells, times, weights, self._ratios_of(name), self.prior, load, last, self.offset,
-            self._level_of(name),
-        )  # fmt: skip
-        return group.selection.choose(group.estimates, self.traffic.seen, self.profiled, self.grid.sizes)
+        last = NOTHING if group.estimates is None else group.estimates.solution
+        solution = solve_all(self.cells, times, weights, last)
+        load, level = self.traffic.load(), self._level_of(name)
+        group.pending = 0
+        group.estimates = estimates_of(self.grid, self.cells, solution, self._ratios_of(name), load, level)
+        return group.estimates
 
     def _times_of(self, name: str) -> list[Evidence]:
         isolated = name != POOL and self.workers.tracked[name].apart[0]
@@ -243,15 +243,14 @@ class Context:
         shared = self.workers.shared_level()
         return self.level if shared is None else shared
 
+    def _shared_tokens(self) -> list[TokenEvidence]:
+        return [each for context in self.pair for each in context.workers.shared_tokens()]
+
     def _ratios_of(self, name: str) -> Ratios:
         if name != POOL and self.workers.tracked[name].apart[1]:
-            return ratios_of([self.workers.tracked[name].tokens], [1.0], self.token_prior)
-        evidence = [each for sibling in self.siblings for each in sibling.workers.shared_tokens()]
-        return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.token_prior)
-
-    def shared_amount(self) -> float:
-        """Tokens of all contexts of the pair that there is evidence of."""
-        return sum(each.amount for sibling in self.siblings for each in sibling.workers.shared_tokens())
+            return ratios_of([self.workers.tracked[name].tokens], [1.0], self.unseen)
+        evidence = self._shared_tokens()
+        return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.unseen)
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
@@ -260,18 +259,14 @@ class Context:
         survival = np.cumprod(share @ ratios.accepted)
         return list(zip(survival.tolist(), ratios.trials.tolist(), strict=True))
 
-    def samples(self) -> tuple[Array, Array]:
-        """Samples of every cell number, fading, and the sum of their log times."""
-        count, log_sum = np.zeros((2, len(self.offset)))
+    def samples(self) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of every cell, fading, and the sum of their log times, [ranges, 2, lengths]."""
+        count, log_sum = np.zeros((2, np.prod(self.grid.shape)))
         for each in self._times_of(POOL):
             numbers = self.cells.numbers[: len(each.count)]
             count[numbers] += each.count
             log_sum[numbers] += each.log_sum
-        return count, log_sum
-
-    def level_variance(self) -> float:
-        """Variance of the level: how far step times wander, over the samples that it is averaged over."""
-        return self.workers.noise() ** 2 / max(min(self.num_reports, 300.0) / 10.0, 1.0)
+        return count.reshape(self.grid.shape), log_sum.reshape(self.grid.shape)
 
     # Exploration
 
@@ -279,14 +274,15 @@ class Context:
         self, batch_size: int, limits: Limits, num_steps: int, worker_id: str
     ) -> tuple[int, int, int, Arm] | None:
         """Id, range of batch sizes and arm of a probe, charged; mostly None."""
-        group = self.group_of(worker_id)
-        index = self.grid.ranges.of[min(batch_size, self.limits.max_batch_size)]
+        group = self.groups[self.group_name(worker_id)]
+        if group.estimates is None:
+            return None
+        at = int(self.grid.range_of[min(batch_size, self.limits.max_batch_size)])
         allowed = np.zeros((2, self.grid.num_lengths), dtype=bool)
         allowed[: 1 + limits.ngram, : limits.max_speculation_length + 1] = True
-        place = group.selection.probe(index, allowed, num_steps)
+        place = group.selection.probe(at, group.estimates, allowed, num_steps)
         if place is None:
             return None
         self.num_probes += 1
-        ngram, length = divmod(place, self.grid.num_lengths)
         low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
-        return self.num_probes, low, min(high, self.limits.max_batch_size), Arm(length, bool(ngram))
+        return self.num_probes, low, min(high, self.limits.max_batch_size), self.grid.arm(place)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.estimator.choice import ADAPTIVE, check_policy, lengths_of
 from speclen.controller.estimator.context import POOL, Context
-from speclen.controller.estimator.saving import restore_pair, save_pair
-from speclen.controller.estimator.seeding import check_profile, seed_from, seed_times
+from speclen.controller.estimator.seeding import check_profile
 from speclen.controller.estimator.shown import estimates_of, ms_per_token
-from speclen.controller.estimator.tokens import TokenPrior
 from speclen.records import (
     ArmEstimate,
     Choice,
@@ -39,12 +38,7 @@ class Outcome(NamedTuple):
     drift_events: list[DriftEvent]
 
 
-class Pair:
-    """Contexts of one target and draft, which share accepted tokens."""
-
-    def __init__(self) -> None:
-        self.contexts: list[Context] = []
-        self.prior = TokenPrior(0)
+STATE = TypeAdapter(list[Context])
 
 
 class Estimator:
@@ -54,7 +48,7 @@ class Estimator:
         """Raises ValueError for an unknown policy."""
         self.policy = check_policy(policy)
         self._contexts: dict[ContextKey, Context] = {}
-        self._pairs: dict[PairKey, Pair] = {}
+        self._pairs: dict[PairKey, list[Context]] = {}  # they share accepted tokens
         self._profiles: dict[ContextKey, Profile] = {}
 
     @property
@@ -76,49 +70,25 @@ class Estimator:
         return self._contexts[key].limits
 
     def add_context(self, key: ContextKey, limits: Limits) -> list[Decision]:
-        """Make a context known, or widen it; returns the choices that this brought.
-
-        A new one starts with its pair's tokens, and with the step times of a context on the same device. A wider one
-        starts from the surface that was learned, and learns the rest anew.
-        """
-        known = self._contexts.get(key)
-        if known is not None and known.limits.widened(limits) == known.limits:
+        """Make a context known, or widen it; returns the choices that this brought."""
+        context = self._contexts.get(key)
+        if context is None:
+            context = self._contexts[key] = Context.new(key, limits)
+            context.join(self._pairs.setdefault(key.pair, []))
+            return self._decide_all(context, "the context was added")
+        wider = context.limits.widened(limits)
+        if wider == context.limits:
             return []
-        wider = limits if known is None else known.limits.widened(limits)
-        pair = self._pairs.setdefault(key.pair, Pair())
-        pair.prior.extend(wider.max_speculation_length)
-        context = Context(key, wider, pair.prior, pair.contexts)
-        for each in pair.contexts:
-            each.extend_tokens(len(pair.prior.accepted))
-        context.extend_tokens(len(pair.prior.accepted))
-        source = known or next(
-            (c for c in pair.contexts if (c.key.device, c.key.dtype) == (key.device, key.dtype)), None
-        )
-        if source is not None:
-            seed_from(context, source)
-        if known is None:
-            pair.contexts.append(context)
-        else:
-            context.go_on_from(known)
-            pair.contexts[pair.contexts.index(known)] = context
-        self._contexts[key] = context
-        if key in self._profiles:
-            self._seed(context, self._profiles[key])
-        return self._decide_all(context, "the context was added" if known is None else "the context was widened")
+        context.widen(wider)
+        return self._decide_all(context, "the context was widened")
 
     def seed_profile(self, key: ContextKey, profile: Profile) -> list[Decision]:
-        """Take an offline profile as a prior of limited weight. KeyError; ValueError for cells beyond the limits."""
+        """Take an offline profile as evidence of limited weight. KeyError; ValueError for cells beyond the limits."""
         context = self._contexts[key]
         check_profile(profile, context.limits)
         self._profiles[key] = profile
-        self._seed(context, profile)
+        context.seed(profile)
         return self._decide_all(context, f"a profile was imported ({profile.source or 'unnamed'})")
-
-    def _seed(self, context: Context, profile: Profile) -> None:
-        if profile.survival and not context.shared_amount():
-            context.token_prior.seed(profile.survival, profile.num_survival_rows)
-        if len(profile.cells) > 1 and not context.num_reports:
-            seed_times(context, profile)
 
     def observe(self, key: ContextKey, records: Sequence[StepRecord], worker_id: str = "") -> Outcome:
         """Learn from consecutive steps of one worker, already validated. KeyError for an unknown context."""
@@ -144,7 +114,7 @@ class Estimator:
         else:
             profile = self._profiles.get(context.key)
             lengths = lengths_of(self.policy, context.grid.sizes, context.limits.max_speculation_length, profile)
-            context.select(lengths)
+            context.groups[POOL].selection.freeze(lengths)
         context.has_decided = True
         return self._decisions(context, before, reason)
 
@@ -156,11 +126,11 @@ class Estimator:
             changed = np.arange(len(after)) if known is None else np.flatnonzero(after != known)
             version = context.groups[name].selection.version
             for at in changed.tolist():
-                previous = None if known is None else context.arm(int(known[at]))
-                arm = context.arm(int(after[at]))
+                previous = None if known is None else context.grid.arm(int(known[at]))
+                arm = context.grid.arm(int(after[at]))
                 before_ms = None if previous is None else ms_per_token(context, name, at, previous)
                 ms = ms_per_token(context, name, at, arm)
-                low, high = int(context.grid.ranges.low[at]), int(context.grid.ranges.high[at])
+                low, high = int(context.grid.low[at]), int(context.grid.high[at])
                 isolated = name != POOL
                 found.append(Decision(context.key, low, high, version, previous, arm, before_ms, ms, reason, isolated))
         return found
@@ -168,13 +138,11 @@ class Estimator:
     def start_anew(self, key: ContextKey, reason: str) -> Outcome:
         """Forget what is believed of a context. KeyError if it is unknown."""
         old = self._contexts[key]
-        pair = self._pairs[key.pair]
-        new = Context(key, old.limits, pair.prior, pair.contexts)
-        new.extend_tokens(len(pair.prior.accepted))
+        new = self._contexts[key] = Context.new(key, old.limits)
         new.groups[POOL].selection.version = old.groups[POOL].selection.version + 1
         new.num_probes = old.num_probes
-        pair.contexts[pair.contexts.index(old)] = new
-        self._contexts[key] = new
+        old.pair.remove(old)
+        new.join(old.pair)
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
         return Outcome(self._decide_all(new, "the context started anew"), [event])
 
@@ -182,10 +150,10 @@ class Estimator:
         """The arm in use at every batch size for a worker. No exploration in it."""
         context = self._contexts[key]
         name = context.group_name(worker_id)
-        group = context.groups[name]
+        group, grid = context.groups[name], context.grid
         choices: list[Choice] = []
-        for at, (low, high) in enumerate(zip(context.grid.ranges.low, context.grid.ranges.high, strict=True)):
-            arm = context.arm(int(group.selection.arms[at]))
+        for at, (low, high) in enumerate(zip(grid.low, grid.high, strict=True)):
+            arm = grid.arm(int(group.selection.arms[at]))
             if choices and choices[-1].arm == arm:
                 choices[-1] = choices[-1]._replace(batch_max=int(high))
             else:
@@ -216,7 +184,7 @@ class Estimator:
 
     def survival(self, pair: PairKey) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
-        contexts = self._pairs[pair].contexts
+        contexts = self._pairs[pair]
         return contexts[0].survival() if contexts else []
 
     def is_isolated(self, key: ContextKey, worker_id: str) -> bool:
@@ -228,20 +196,40 @@ class Estimator:
         return len(self._contexts[key].groups) - 1
 
     def save(self, pair: PairKey) -> bytes:
-        """Everything that was learned of a pair."""
-        return save_pair(self._pairs[pair].contexts, self._pairs[pair].prior)
+        """Everything that was learned of a pair, as JSON."""
+        return STATE.dump_json(self._pairs[pair])
 
     def restore(self, pair: PairKey, content: bytes) -> None:
         """Go on from what was saved of contexts that have been added. ValueError for what is no state of them.
 
         All or nothing: where it raises, everything is as before.
         """
-        old, new = self._pairs[pair], Pair()
-        new.prior.extend(len(old.prior.accepted))
-        new.contexts += [Context(each.key, each.limits, new.prior, new.contexts) for each in old.contexts]
-        restore_pair(new.contexts, new.prior, content)
-        self._pairs[pair] = new
-        self._contexts.update({context.key: context for context in new.contexts})
+        pair_now = self._pairs[pair]
+        restored = {context.key: context for context in _read_state(content)}
+        known = {context.key: context.limits for context in pair_now}
+        for key, context in restored.items():
+            if known.get(key) != context.limits:
+                raise ValueError(f"it was saved with limits {context.limits}, the context has {known.get(key)}")
+        contexts = [restored.get(context.key, context) for context in pair_now]
+        for context in contexts:
+            context.pair = contexts
+            self._contexts[context.key] = context
+        self._pairs[pair] = contexts
         if self.policy != ADAPTIVE:
-            for context in new.contexts:
+            for context in contexts:
                 self._decide_all(context, "the state was restored")
+
+
+def _read_state(content: bytes) -> list[Context]:
+    """Contexts that were saved, once a copy has been tried. ValueError for what is no state."""
+    try:
+        for context in (copies := STATE.validate_json(content)):
+            context.pair = copies
+            for name in context.groups:
+                context.estimate(name)
+            estimates_of(context)
+    except ValidationError as error:
+        raise ValueError(f"this is no state of an estimator: {error.errors()[0]['msg']}") from error
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"the state does not fit together: {error}") from error
+    return STATE.validate_json(content)

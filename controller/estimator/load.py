@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.saving import Array
+from speclen.controller.estimator.tokens import PRIOR_TOKENS
 from speclen.records import NUM_CLASSES, StepRecord, num_tokens_of
 
-Array = np.ndarray
-
 LOAD_MEMORY = 1000.0  # steps over which class mix, prefill and waiting are averaged
-MIX_TOKENS = 500.0  # generated tokens of all sizes that the class mix of one size is shrunk by
 
 
 class Load(NamedTuple):
     """mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence, [ranges];
     prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token."""
 
-    mix: Array
-    context: Array
+    mix: np.ndarray
+    context: np.ndarray
     prefill_s: float
     waiting: float
 
 
+@dataclass(eq=False)
 class Traffic:
     """Fading sums over the steps of all workers, by range of batch sizes; rates: over all ranges.
 
@@ -32,13 +33,23 @@ class Traffic:
     samples, not fading, [ranges]; rates: draft-model prefill seconds and new sequences.
     """
 
-    STATE = ("class_tokens", "held", "seen", "rates")
+    class_tokens: Array
+    held: Array
+    seen: Array
+    rates: Array
 
-    def __init__(self, num_ranges: int) -> None:
-        self.class_tokens, self.held = np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2))
-        self.seen, self.rates = np.zeros(num_ranges), np.zeros(2)
+    @classmethod
+    def none(cls, num_ranges: int) -> Traffic:
+        """Before any step."""
+        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2)), np.zeros(num_ranges), np.zeros(2))
 
-    def count(self, records: Sequence[StepRecord], range_of: Array) -> None:
+    def extend(self, num_ranges: int) -> None:
+        """Make room for larger batch sizes."""
+        more = num_ranges - len(self.seen)
+        self.class_tokens, self.held = (np.pad(each, ((0, more), (0, 0))) for each in (self.class_tokens, self.held))
+        self.seen = np.pad(self.seen, (0, more))
+
+    def count(self, records: Sequence[StepRecord], range_of: np.ndarray) -> None:
         """Take note of steps. range_of: range of every batch size."""
         fade = float(np.exp(-len(records) / LOAD_MEMORY))
         for values in (self.class_tokens, self.held, self.rates):
@@ -52,7 +63,7 @@ class Traffic:
     def load(self) -> Load:
         """The averages, each range's shrunk towards those of all."""
         total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
-        mixed = self.class_tokens + MIX_TOKENS * total / total.sum()
+        mixed = self.class_tokens + PRIOR_TOKENS * total / total.sum()
         held, steps = self.held.T
         context = (held + held.sum() / max(steps.sum(), 1.0)) / (steps + 1.0)
         prefill_s, waiting = (self.rates / max(self.class_tokens.sum(), 1.0)).tolist()

@@ -1,20 +1,15 @@
-"""Priors of a context from elsewhere: an offline profile, or another context on the same hardware."""
+"""An offline profile as evidence of limited weight: what was measured online overrules it."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from speclen.controller.estimator.features import features_of, shares
-from speclen.controller.estimator.step_time import RESIDUAL, solve
+from speclen.controller.estimator.sizes import Cells, Grid
+from speclen.controller.estimator.step_time import Evidence, solve
 from speclen.records import Limits, Profile
 
-if TYPE_CHECKING:
-    from speclen.controller.estimator.context import Context
-
-CELL_SD = 0.1  # of the log step time of a profiled cell
-WEIGHT_SD = 0.4  # by which each log weight may differ from that of a profile, or of a context on the same hardware
+CELL_SD = 0.8  # of the log step time of a profiled cell: many count as one step of a worker
 
 
 def check_profile(profile: Profile, limits: Limits) -> None:
@@ -28,53 +23,21 @@ def check_profile(profile: Profile, limits: Limits) -> None:
                 raise ValueError(f"{name} {value} of the profile is beyond the context's limit of {most}")
 
 
-def seed_times(context: Context, profile: Profile) -> None:
-    """Take a profile's step times as a prior of limited weight."""
-    cells = profile.cells
+def evidence_of(profile: Profile, grid: Grid, cells: Cells) -> tuple[Evidence, float]:
+    """Contrasts of each profiled cell with the mean of all, and the level. Adds the profile's cells."""
     columns = [
-        (
-            c.batch_size,
-            c.speculation_length,
-            c.batch_size,
-            c.batch_size * (c.speculation_length + 1),
-            c.mean_context_length,
-        )
-        for c in cells
+        (c.batch_size, c.speculation_length, c.batch_size * (c.speculation_length + 1), c.mean_context_length, c.step_s)
+        for c in profile.cells
     ]
-    features = features_of(list(np.array(columns, dtype=float).T), context.grid.slopes)
-    log_s = np.log([c.step_s for c in cells])
-    information = (
-        np.eye(len(cells)) - 1.0 / len(cells)
-    ) / CELL_SD**2  # cells relative to their mean: the level is free
-    solution = solve(information, information @ log_s, features, context.prior, context.prior.mean, RESIDUAL**2)
-    loosened = solution.covariance + WEIGHT_SD**2 * np.eye(len(solution.phi))
-    context.prior_mean, context.prior_precision = solution.phi, np.linalg.inv(loosened)
-    theta = shares(features, solution.phi)[0] + solution.rho
-    context.level = float((log_s - theta).mean())
-    _seed_residuals(context, profile, solution.rho)
-
-
-def _seed_residuals(context: Context, profile: Profile, rho: np.ndarray) -> None:
-    """Spread residuals of profiled cells over batch sizes, by length, linearly in the logarithm of the size."""
-    grid = context.grid
-    sizes = grid.ranges.high
-    batch = np.array([cell.batch_size for cell in profile.cells])
-    length = np.array([cell.speculation_length for cell in profile.cells])
-    offset = np.zeros((len(sizes), 2, grid.num_lengths))
-    for each in np.unique(length):
-        order = np.flatnonzero(length == each)[np.argsort(batch[length == each])]
-        offset[:, :, each] = np.interp(np.log(sizes), np.log(batch[order]), rho[order])[:, None]
-    context.offset = offset.reshape(-1)
-    low, high = batch.min(), batch.max()
-    context.profiled = (grid.ranges.high >= low) & (grid.ranges.low <= high)
-
-
-def seed_from(context: Context, other: Context) -> None:
-    """Start with the step times of a context on the same hardware."""
-    estimates = other.groups[""].estimates
-    if estimates is None or other.grid.slopes != context.grid.slopes:
-        return
-    solution = estimates.solution
-    covariance = solution.covariance + WEIGHT_SD**2 * np.eye(len(solution.phi))
-    context.prior_mean, context.prior_precision = solution.phi.copy(), np.linalg.inv(covariance)
-    context.level = estimates.level
+    batch, length, verified, context, step_s = np.array(columns, dtype=float).T
+    features = features_of(batch, length, batch, verified, context)
+    places = cells.places(grid.cells_at(batch.astype(int), length.astype(int)), features)
+    one_hot = (places[:, None] == np.arange(len(cells.numbers))).astype(float)
+    contrasts = (one_hot - one_hot.mean(axis=0)) / CELL_SD
+    log_s = np.log(step_s)
+    evidence = Evidence()
+    evidence.grow(len(cells.numbers))
+    evidence.information, evidence.moment = contrasts.T @ contrasts, contrasts.T @ (log_s / CELL_SD)
+    solution = solve(evidence.information, evidence.moment, cells.features)
+    theta = shares(cells.features, solution.phi)[0] + solution.rho
+    return evidence, float((log_s - theta[places]).mean())

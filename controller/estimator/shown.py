@@ -12,53 +12,42 @@ if TYPE_CHECKING:
     from speclen.controller.estimator.context import Context
 
 Z_95 = 1.96
-MOST_S = 1e5  # of a step that is shown
 
 
 def ms_per_token(context: Context, name: str, at: int, arm: Arm) -> float | None:
     """Expected milliseconds per token of a sequence with an arm at a range of sizes; None while nothing is known."""
-    group = context.groups[name]
-    if group.estimates is None or not (context.num_reports or context.profiled.any()):
+    estimates = context.groups[name].estimates
+    if estimates is None or not context.is_known:
         return None
     place = (at, int(arm.ngram), arm.speculation_length)
-    log_s = group.estimates.log_time[place] + group.estimates.level - group.estimates.log_tokens[place]
-    return float(min(1000.0 * np.exp(log_s), 1000.0 * MOST_S))
+    return 1000.0 * estimates.step_s(*place) / float(np.exp(estimates.log_tokens[place]))
 
 
 def estimates_of(context: Context) -> list[ArmEstimate]:
-    """Rows by range of batch sizes and arm; ranges side by side with the same arm in use and residuals are one."""
-    group = context.groups[""]
+    """Rows by range of batch sizes and arm."""
+    group, grid = context.groups[""], context.grid
     estimates = group.estimates
-    if estimates is None or not (context.num_reports or context.profiled.any()):
+    if estimates is None or not context.is_known:
         return []
-    shape = estimates.log_time.shape
-    count, log_sum = (values.reshape(shape) for values in context.samples())
-    variance = estimates.variance(group.selection.arms) + context.level_variance()
+    # How far step times wander, over the samples that the level is averaged over.
+    level_variance = context.workers.noise() ** 2 / max(min(context.num_reports, 300.0) / 10.0, 1.0)
+    variance = estimates.variance(np.arange(len(grid.low)), group.selection.arms) + level_variance
+    spread = np.exp(np.minimum(Z_95 * np.sqrt(variance), 5.0))
+    count, log_sum = context.samples()
     rows = []
-    for at in range(len(context.grid.ranges.low)):
+    for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
         for arm in context.limits.arms():
             place = (at, int(arm.ngram), arm.speculation_length)
-            rows.append(_row(context, place, arm, float(variance[place]), float(count[place]), float(log_sum[place])))
+            tokens, step_s = float(np.exp(estimates.log_tokens[place])), estimates.step_s(*place)
+            ms, factor = 1000.0 * step_s / tokens, float(spread[place])
+            seen, profiled = bool(count[place] >= 1), bool(context.profiled[at]) and not arm.ngram
+            source = ("both" if profiled else "online") if seen else ("profile" if profiled else "prior")
+            rows.append(
+                ArmEstimate(
+                    *(low, high, arm, tokens, step_s, ms, ms / factor, ms * factor, round(float(count[place]))),
+                    observed_step_s=float(np.exp(log_sum[place] / count[place])) if seen else None,
+                    source=source,
+                    is_best=int(group.selection.arms[at]) == grid.place(arm),
+                )
+            )
     return rows
-
-
-def _row(
-    context: Context, place: tuple[int, int, int], arm: Arm, variance: float, count: float, log_sum: float
-) -> ArmEstimate:
-    """place: range, n-grams or not, length; count, log_sum: of samples."""
-    group, ranges, at = context.groups[""], context.grid.ranges, place[0]
-    estimates = group.estimates
-    assert estimates is not None
-    tokens = float(np.exp(estimates.log_tokens[place]))
-    step_s = float(min(np.exp(estimates.log_time[place] + estimates.level), MOST_S))
-    spread = min(Z_95 * float(np.sqrt(variance)), 5.0)
-    ms = 1000 * step_s / tokens
-    profiled = bool(context.profiled[at]) and not arm.ngram
-    source = ("both" if profiled else "online") if count >= 1 else ("profile" if profiled else "prior")
-    return ArmEstimate(
-        *(int(ranges.low[at]), int(ranges.high[at]), arm, tokens, step_s),
-        *(ms, ms * float(np.exp(-spread)), ms * float(np.exp(spread)), round(count)),
-        observed_step_s=float(np.exp(log_sum / count)) if count >= 1 else None,
-        source=source,
-        is_best=context.arm(int(group.selection.arms[at])) == arm,
-    )

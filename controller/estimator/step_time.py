@@ -15,14 +15,14 @@ one arm relative to another.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.features import Prior, shares
-
-Array = np.ndarray
+from speclen.controller.estimator.features import NUM_FEATURES, PRIOR_MEAN, PRIOR_PRECISION, shares
+from speclen.controller.estimator.saving import Array
 
 GAIN = 0.4  # weight of the newest step before: slow seconds last for 25 steps and more, noise is averaged over five
 NEIGHBOURS = 12  # follows from GAIN: older steps have a weight below 0.001
@@ -30,71 +30,59 @@ MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 
 CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
 CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
 NEIGHBOUR_NOISE = 2.0 / (2.0 - GAIN)  # variance of a contrast over that of a step: the mean before it has noise, too
-NOISE, LEAST_NOISE = 0.08, 0.02  # standard deviation of a log time: at first, at least
-NOISE_MEMORY = 200.0  # samples
-RESIDUAL, LEAST_RESIDUAL = 0.04, 0.02  # standard deviation of rho: at first, at least
-LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
+NOISE, RESIDUAL = 0.08, 0.04  # standard deviations of a log time and of rho, at first
+LEAST_SD = 0.02  # of both
+SHORT_MEMORY = 300.0  # samples over which the noise is averaged, and the level for display
 
 
 class Samples(NamedTuple):
-    """Usable steps of one worker in order. cells: [n]; features: [n, p]; log_s: log step times, [n]."""
+    """Usable steps of one worker in order. cells: places, [n]; log_s: log step times, [n]."""
 
-    cells: Array
-    features: Array
-    log_s: Array
-
-    def followed_by(self, other: Samples) -> Samples:
-        """Both, one after the other."""
-        return Samples(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
-
-    def last(self, count: int) -> Samples:
-        """The newest of them."""
-        return Samples(*(values[-count:] for values in self))
+    cells: np.ndarray
+    log_s: np.ndarray
 
 
+@dataclass(eq=False)
 class Tail:
     """Newest samples of one worker, which its next ones are compared with, and its level.
 
     level: mean of log times without theta, for display.
     """
 
-    STATE = ("cells", "features", "log_s", "level", "num_samples")
+    cells: Array = field(default_factory=lambda: np.zeros(0, int))
+    log_s: Array = field(default_factory=lambda: np.zeros(0))
+    level: float = 0.0
+    num_samples: int = 0
 
-    def __init__(self, num_features: int) -> None:
-        self.cells, self.features, self.log_s = np.zeros(0, int), np.zeros((0, num_features)), np.zeros(0)
-        self.level = self.num_samples = 0.0
+    def followed_by(self, samples: Samples) -> Samples:
+        """The tail and the next samples."""
+        return Samples(np.append(self.cells, samples.cells), np.append(self.log_s, samples.log_s))
 
-    @property
-    def samples(self) -> Samples:
-        """As samples."""
-        return Samples(self.cells, self.features, self.log_s)
-
-    def move(self, window: Samples, num_new: int, theta: Array) -> None:
+    def move(self, window: Samples, num_new: int, theta: np.ndarray) -> None:
         """Keep the newest of a window, and follow the level."""
         self.num_samples += num_new
         level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
-        self.level += min(num_new / min(self.num_samples, LEVEL_MEMORY), 1.0) * (level - self.level)
-        self.cells, self.features, self.log_s = window.last(NEIGHBOURS)
+        self.level += min(num_new / min(self.num_samples, SHORT_MEMORY), 1.0) * (level - self.level)
+        self.cells, self.log_s = window.cells[-NEIGHBOURS:], window.log_s[-NEIGHBOURS:]
 
-    def keep(self, place: Array) -> None:
+    def keep(self, place: np.ndarray) -> None:
         """Follow cells to other places, -1 for those that are forgotten."""
         cells = place[self.cells]
-        known = cells >= 0
-        self.cells, self.features, self.log_s = cells[known], self.features[known], self.log_s[known]
+        self.cells, self.log_s = cells[cells >= 0], self.log_s[cells >= 0]
 
 
+@dataclass(eq=False)
 class Evidence:
     """Contrasts of one worker, or of several. information: M, [cells, cells]; moment: z, [cells].
 
     count, log_sum: samples by cell and the sum of their log times, fading; noise: standard deviation of a log time.
     """
 
-    STATE = ("information", "moment", "count", "log_sum", "noise")
-
-    def __init__(self) -> None:
-        self.information, self.moment, self.count = np.zeros((0, 0)), np.zeros(0), np.zeros(0)
-        self.log_sum = np.zeros(0)
-        self.noise = NOISE
+    information: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    moment: Array = field(default_factory=lambda: np.zeros(0))
+    count: Array = field(default_factory=lambda: np.zeros(0))
+    log_sum: Array = field(default_factory=lambda: np.zeros(0))
+    noise: float = NOISE
 
     def grow(self, num_cells: int) -> None:
         """Make room for new cells."""
@@ -105,7 +93,7 @@ class Evidence:
                 np.pad(values, (0, more)) for values in (self.moment, self.count, self.log_sum)
             )
 
-    def keep(self, kept: Array) -> None:
+    def keep(self, kept: np.ndarray) -> None:
         """Forget all cells but these."""
         self.information = self.information[np.ix_(kept, kept)]
         self.moment, self.count, self.log_sum = self.moment[kept], self.count[kept], self.log_sum[kept]
@@ -122,7 +110,7 @@ class Evidence:
         for values in (self.information, self.moment, self.count, self.log_sum):
             values *= factor
 
-    def add(self, tail: Tail, samples: Samples, theta: Array, variance: Array) -> None:
+    def add(self, tail: Tail, samples: Samples, theta: np.ndarray, variance: np.ndarray) -> None:
         """Learn from the next samples of a worker.
 
         theta, variance: estimate of every cell and its variance, for the clipping.
@@ -131,7 +119,7 @@ class Evidence:
         self.fade(float(np.exp(-num_new / MEMORY)))
         np.add.at(self.count, samples.cells, 1.0)
         np.add.at(self.log_sum, samples.cells, samples.log_s)
-        window = tail.samples.followed_by(samples)
+        window = tail.followed_by(samples)
         rows = _rows(num_new, len(window.log_s))
         if not len(tail.log_s):
             rows = rows[1:]  # nothing to compare the first sample with
@@ -141,7 +129,9 @@ class Evidence:
         self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
         tail.move(window, num_new, theta)
 
-    def _add_contrasts(self, known: Array, contrasts: Array, differences: Array, theta: Array, variance: Array) -> None:
+    def _add_contrasts(
+        self, known: np.ndarray, contrasts: np.ndarray, differences: np.ndarray, theta: np.ndarray, variance: np.ndarray
+    ) -> None:
         """Sum contrasts up, and learn how noisy they are."""
         surprise, believed = differences - contrasts @ theta, contrasts**2 @ variance
         noise = NEIGHBOUR_NOISE * self.noise**2
@@ -153,23 +143,24 @@ class Evidence:
         if len(z):
             clipped = (np.minimum(z, CLIP) * spread) ** 2
             own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS / NEIGHBOUR_NOISE
-            share = min(len(z) / NOISE_MEMORY, 0.5)
+            share = min(len(z) / SHORT_MEMORY, 0.5)
             noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
-            self.noise = max(float(noise), LEAST_NOISE)
+            self.noise = max(float(noise), LEAST_SD)
 
 
 @lru_cache(256)
-def _rows(num_new: int, num_all: int) -> Array:
+def _rows(num_new: int, num_all: int) -> np.ndarray:
     """Contrast of each new step with those before it, [num_new, num_all]: 1 for itself, minus the weights of the mean."""
     at, all_at = np.arange(num_all - num_new, num_all)[:, None], np.arange(num_all)
     lag = at - all_at
     weights = np.where((lag > 0) & (lag <= NEIGHBOURS), (1.0 - GAIN) ** np.maximum(lag - 1, 0), 0.0)
     total = weights.sum(axis=1, keepdims=True)
-    rows: Array = (lag == 0) - weights / np.where(total > 0, total, 1.0)
+    rows: np.ndarray = (lag == 0) - weights / np.where(total > 0, total, 1.0)
     return rows
 
 
-class Solution(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Solution:
     """Estimated step times, apart from the level.
 
     phi, covariance: of the surface. rho, shrinkage G and reach G J: of active cells; residual: variance of rho.
@@ -183,25 +174,36 @@ class Solution(NamedTuple):
     residual: float
 
 
-def solve(information: Array, moment: Array, features: Array, prior: Prior, phi: Array, residual: float) -> Solution:
-    """The most probable surface and residuals. features: [cells, p] of the cells; phi: to begin with."""
+NOTHING = Solution(
+    PRIOR_MEAN,
+    np.linalg.inv(PRIOR_PRECISION),
+    np.zeros(0),
+    np.zeros((0, 0)),
+    np.zeros((0, NUM_FEATURES)),
+    RESIDUAL**2,
+)  # before any step
+
+
+def solve(information: np.ndarray, moment: np.ndarray, features: np.ndarray, last: Solution = NOTHING) -> Solution:
+    """The most probable surface and residuals. features: [cells, NUM_FEATURES] of the cells; last: to begin with."""
+    phi, residual = last.phi, last.residual
     shrinkage = np.linalg.inv(np.eye(len(moment)) + residual * information)
     effective = shrinkage @ information
     effective = (effective + effective.T) / 2
     for _ in range(3):
         log_mean, gradient = shares(features, phi)
-        pull = gradient.T @ (shrinkage @ (moment - information @ log_mean)) - prior.precision @ (phi - prior.mean)
-        precision = gradient.T @ effective @ gradient + prior.precision
+        pull = gradient.T @ (shrinkage @ (moment - information @ log_mean)) - PRIOR_PRECISION @ (phi - PRIOR_MEAN)
+        precision = gradient.T @ effective @ gradient + PRIOR_PRECISION
         step = np.linalg.solve(precision, pull)
         phi = phi + np.clip(step, -1.0, 1.0)
         if np.abs(step).max() < 0.01:
             break
     log_mean, gradient = shares(features, phi)
-    precision = gradient.T @ effective @ gradient + prior.precision
+    precision = gradient.T @ effective @ gradient + PRIOR_PRECISION
     rho = residual * (shrinkage @ (moment - information @ log_mean))
     spread = rho**2 + residual * np.diag(shrinkage)
     weight = np.diag(information) * residual
     known = weight / (1.0 + weight)
     new = float((known * spread).sum() + 8 * RESIDUAL**2) / float(known.sum() + 8)
-    new = max(new, LEAST_RESIDUAL**2)
+    new = max(new, LEAST_SD**2)
     return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)

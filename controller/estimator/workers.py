@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,24 +17,22 @@ EXPIRED = 20_000  # reports of others after which a worker without any has left
 FAIR_SHARE = 2.0  # of the median worker's evidence that one worker counts for, at most
 
 
+@dataclass(eq=False)
 class Workers:
-    """tracked: told apart; untracked: others, with samples to compare with alone. times, tokens: evidence of these, and of
-    workers that have left."""
+    """tracked: told apart; untracked: others, with samples to compare with alone.
 
-    def __init__(self, num_features: int, max_length: int) -> None:
-        self._num_features = num_features
-        self.tracked: dict[str, Worker] = {}
-        self.untracked: dict[str, Worker] = {}
-        self.times, self.tokens = Evidence(), TokenEvidence(max_length)
+    times, tokens: evidence of these, of workers that have left, and of a profile.
+    """
+
+    tokens: TokenEvidence
+    times: Evidence = field(default_factory=Evidence)
+    tracked: dict[str, Worker] = field(default_factory=dict)
+    untracked: dict[str, Worker] = field(default_factory=dict)
 
     @property
     def everyone(self) -> list[Worker]:
         """All of them."""
         return [*self.tracked.values(), *self.untracked.values()]
-
-    def new(self) -> Worker:
-        """A worker without evidence."""
-        return Worker(self._num_features, self.tokens.reached.shape[1])
 
     def find(self, name: str, num_reports: int, isolated: Container[str]) -> Worker:
         """The worker of this name, which may be new; then those that have left make room."""
@@ -42,7 +41,7 @@ class Workers:
             return known
         self._expire(num_reports, isolated)
         among = self.tracked if len(self.tracked) < MOST_TRACKED else self.untracked
-        return among.setdefault(name, self.new())
+        return among.setdefault(name, Worker(TokenEvidence.none(self.tokens.reached.shape[1])))
 
     def _expire(self, num_reports: int, isolated: Container[str]) -> None:
         """Put the evidence of workers that have left together, but that of isolated ones."""
@@ -64,16 +63,12 @@ class Workers:
 
     def shared_tokens(self) -> list[TokenEvidence]:
         """Evidence of tokens of the workers that agree."""
-        shared = [worker.tokens for worker in self.tracked.values() if not worker.apart[1]]
-        return [self.tokens, *shared] if self.tokens.amount else shared
+        return [self.tokens, *(worker.tokens for worker in self.tracked.values() if not worker.apart[1])]
 
-    def all_times(self) -> list[Evidence]:
-        """Evidence of step times of all workers."""
-        return [self.times, *(worker.times for worker in self.tracked.values())]
-
-    def all_tokens(self) -> list[TokenEvidence]:
-        """Evidence of tokens of all workers."""
-        return [self.tokens, *(worker.tokens for worker in self.tracked.values())]
+    def extend_tokens(self, max_length: int) -> None:
+        """Make room for longer lengths."""
+        for each in [self.tokens, *(worker.tokens for worker in self.everyone)]:
+            each.extend(max_length)
 
     def shared_level(self) -> float | None:
         """Mean level of the workers that agree; None before their first sample."""
@@ -84,25 +79,25 @@ class Workers:
         """Standard deviation of a log step time."""
         return float(np.mean([worker.times.noise for worker in self.tracked.values()] or [self.times.noise]))
 
-    def drop_cells(self, cells: Cells) -> None:
-        """Forget the cells with the least evidence where there are too many."""
-        evidence = self.all_times()
+    def trim(self, cells: Cells) -> Cells:
+        """Forget the cells with the least evidence where there are too many; returns those that are left."""
+        evidence = [self.times, *(worker.times for worker in self.tracked.values())]
         for each in evidence:
             each.grow(len(cells.numbers))
-        kept = cells.to_keep(np.sum([each.count for each in evidence], axis=0))
+        kept = cells.kept(np.sum([each.count for each in evidence], axis=0))
         if kept is None:
-            return
-        place = cells.keep(kept)
+            return cells
+        place = np.full(len(cells.numbers), -1)
+        place[kept] = np.arange(len(kept))
         for each in evidence:
             each.keep(kept)
         for worker in self.everyone:
             worker.tail.keep(place)
             worker.theta, worker.precision = np.zeros(0), np.zeros(0)
+        return Cells(cells.numbers[kept], cells.features[kept])
 
 
 def fair_weights(amounts: Sequence[float]) -> list[float]:
     """Weight of each worker's evidence: none counts for more than FAIR_SHARE times the median."""
-    if len(amounts) < 2:
-        return [1.0] * len(amounts)
-    most = FAIR_SHARE * max(float(np.median(amounts)), 1.0)
+    most = FAIR_SHARE * float(np.median([amount for amount in amounts if amount > 0] or [1.0]))
     return [min(1.0, most / max(amount, 1e-9)) for amount in amounts]

@@ -25,7 +25,7 @@ log = structlog.get_logger()
 class Steered:
     """The hooks into vLLM's scheduler. Whatever fails in them ends them, and vLLM serves on with its own lengths."""
 
-    _steering: Steering | None = None
+    steering: Steering | None = None
     _started = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class Steered:
     def _join(self, worker_id: str) -> None:
         try:
             check_parts(vllm.__version__, self._names())
-            self._steering = steering_for(cast(Engine, self), os.environ, current_platform, vllm.__version__, worker_id)
+            self.steering = steering_for(cast(Engine, self), os.environ, current_platform, vllm.__version__, worker_id)
         except (ValueError, ImportError, AttributeError) as error:
             log.warning(f"speclen is off, vLLM serves on with its own lengths: {error}")
             return
@@ -63,7 +63,7 @@ class Steered:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Called by `schedule` when a step is put together, and before its tokens count as computed."""
-        if (steering := self._steering) is not None:
+        if (steering := self.steering) is not None:
             requests = self.requests  # type: ignore[attr-defined]
             # While all slots are taken, those that wait do not keep probes waiting: prefill may never end.
             is_free = len(self.running) < self.max_num_running_reqs  # type: ignore[attr-defined]
@@ -76,17 +76,17 @@ class Steered:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         ended = time.perf_counter()
-        if (steering := self._steering) is not None:
+        if (steering := self.steering) is not None:
             requests = self.requests  # type: ignore[attr-defined]
             self._attempt("to time a step", lambda: steering.arrived(scheduler_output, requests, ended))
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if (reporting := self._steering) is not None:
+        if (reporting := self.steering) is not None:
             busy = bool(self.running)  # type: ignore[attr-defined]
             self._attempt("to report a step", lambda: reporting.finished(model_runner_output, busy))
         return outputs
 
     def shutdown(self) -> None:
-        if (steering := self._steering) is not None:
+        if (steering := self.steering) is not None:
             self._attempt("to end", steering.stop)
         super().shutdown()  # type: ignore[misc]
 
@@ -94,9 +94,9 @@ class Steered:
         try:
             act()
         except Exception:
-            if (steering := self._steering) is not None:
+            if (steering := self.steering) is not None:
                 steering.abandon()
-            self._steering = None
+            self.steering = None
             log.exception(f"speclen is off, vLLM serves on with its own lengths: it failed {what}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import structlog
@@ -14,27 +15,20 @@ from speclen.worker.reporting.control_client import ControlClient
 
 log = structlog.get_logger()
 
-MAX_US = 2000  # of a step's own cost, in steps of a microsecond; what costs more counts as this
+NUM_COSTS = 10_000  # of the newest steps are kept
 
 
 class Cost:
-    """Histogram of the time that choosing and reporting take in a step. Written by the engine's thread, read by any."""
+    """Seconds that choosing and reporting take in a step. Written by the engine's thread, read by any."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (MAX_US + 1)
-
-    def add(self, seconds: float) -> None:
-        self.counts[min(int(1e6 * seconds), MAX_US)] += 1
+        self._newest: deque[float] = deque(maxlen=NUM_COSTS)
+        self.add = self._newest.append
 
     def quantile(self, share: float) -> int:
-        """Microseconds that so many of the steps cost at most."""
-        counts = tuple(self.counts)
-        wanted, seen = share * sum(counts), 0
-        for cost_us, num_steps in enumerate(counts):
-            seen += num_steps
-            if seen >= wanted:
-                return cost_us + 1
-        return MAX_US
+        """Microseconds that so many of the steps cost at most, 0 without any."""
+        costs = sorted(self._newest.copy())
+        return round(1e6 * costs[min(int(share * len(costs)), len(costs) - 1)]) if costs else 0
 
 
 class Steering:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, overlap_flags
+from speclen.integrations.vllm.device_clock import DeviceClock, Event
+from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, device_flags, overlap_flags
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
@@ -21,45 +22,8 @@ ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps in flight; vLLM has two
 
 
-class Request(Protocol):
-    """vllm.v1.request.Request, as far as it is looked at."""
-
-    num_computed_tokens: int
-    num_tokens: int
-    num_output_placeholders: int
-
-    def is_finished(self) -> bool: ...
-
-
-class NewRequest(Protocol):
-    """vllm.v1.core.sched.output.NewRequestData."""
-
-    req_id: str
-
-
-class CachedRequests(Protocol):
-    """vllm.v1.core.sched.output.CachedRequestData."""
-
-    resumed_req_ids: set[str]
-    num_computed_tokens: list[int]
-
-
-class Scheduled(Protocol):
-    """vllm.v1.core.sched.output.SchedulerOutput."""
-
-    scheduled_new_reqs: list[NewRequest]
-    scheduled_cached_reqs: CachedRequests
-    num_scheduled_tokens: dict[str, int]
-    scheduled_spec_decode_tokens: dict[str, list[int]]
-    num_spec_tokens_to_schedule: int
-    num_invalid_spec_tokens: dict[str, int] | None
-
-
-class Sampled(Protocol):
-    """vllm.v1.outputs.ModelRunnerOutput."""
-
-    sampled_token_ids: list[list[int]]
-    req_id_to_index: dict[str, int]
+# Classes of vLLM, of which `versions` lists what is looked at: Request, SchedulerOutput and ModelRunnerOutput.
+Request = Scheduled = Sampled = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +48,7 @@ class PendingStep:
 
     prompts: sequences in prefill, which are not among the num_decoding. num_next: sequences that decode after it.
     verifies_void, drafts_void: drafts that are no predictions. over: sequences whose request ended before the result.
+    mark: the point in the device's stream where it begins, if there is a device clock.
     """
 
     scheduled: Scheduled
@@ -97,15 +62,19 @@ class PendingStep:
     mean_context_length: float
     verifies_void: bool
     drafts_void: bool
+    mark: Event | None = None
     over: Set[str] = NOBODY
     latency_s: float = 0.0
 
 
 class StepTracker:
-    """Follows the steps of one scheduler: `scheduled` and `drafts`, `arrived` as its result comes, then `finished`."""
+    """Follows the steps of one scheduler: `scheduled` and `drafts`, `arrived` as its result comes, then `finished`.
 
-    def __init__(self, traits: Traits, first: ArmChoice) -> None:
-        self.traits = traits
+    clock: the device's; None where there is none to read. With it the record of a step comes out one step later.
+    """
+
+    def __init__(self, traits: Traits, first: ArmChoice, clock: DeviceClock | None = None) -> None:
+        self.traits, self.clock = traits, clock
         self.num_odd = 0  # steps whose sequences do not add up: not reported
         self._drafting, self._drafts_void = first, False  # of the newest step
         self._pending: deque[PendingStep] = deque(maxlen=MAX_PENDING)
@@ -113,6 +82,7 @@ class StepTracker:
         self._prefilling: Set[str] = NOBODY
         self._seen: set[tuple[int, int, int]] = set()
         self._arrived: PendingStep | None = None
+        self._untimed: tuple[StepRecord, PendingStep, PendingStep | None] | None = None
         self._ended = 0.0
         self._busy = False
 
@@ -142,6 +112,7 @@ class StepTracker:
             mean_context_length=sum(contexts) / len(contexts) if contexts else 0.0,
             verifies_void=self._drafts_void,
             drafts_void=self._is_too_long(output, requests),
+            mark=self.clock.mark() if self.clock else None,
         )
         self._drafts_void = step.drafts_void
         self._pending.append(step)
@@ -190,13 +161,34 @@ class StepTracker:
     def finished(self, sampled: Sampled, busy: bool) -> StepRecord | None:
         """The record of the step that arrived, when vLLM has cut off the tokens behind the end of each request.
 
-        busy: True if requests go on. None if no sequence shows how many tokens were accepted.
+        busy: True if requests go on. None if no sequence shows how many tokens were accepted. With a device clock it is
+        the record of the step before, which the device has passed for certain.
         """
         step, self._arrived = self._arrived, None
         if step is None:
             return None
-        flags, self._busy = self._flags(step), busy
+        following = self._pending[0] if self._pending else None
+        record = self._record(step, following, sampled)
         self._before.append(step.shape)
+        self._busy = busy
+        if self.clock is None:
+            return record
+        timed, self._untimed = self._timed(self.clock), record and (record, step, following)
+        return timed
+
+    def _timed(self, clock: DeviceClock) -> StepRecord | None:
+        """The record that waits, with the longer of the device's time and the host's."""
+        if self._untimed is None:
+            return None
+        record, step, following = self._untimed
+        if following is None or step.mark is None or following.mark is None:
+            return record
+        device_s = clock.seconds(step.mark, following.mark)
+        if device_s is None:
+            return record._replace(flags=record.flags | {StepFlag.OVERLAP})
+        return record._replace(latency_s=max(device_s, following.started - step.started))
+
+    def _record(self, step: PendingStep, following: PendingStep | None, sampled: Sampled) -> StepRecord | None:
         skipped = step.prompts | step.over | invalid_drafts(step.scheduled)
         num_counted = len(step.scheduled.num_scheduled_tokens) - len(skipped)
         if not num_counted or not sampled.sampled_token_ids:
@@ -213,7 +205,7 @@ class StepTracker:
             accepted_histogram=histogram,
             mean_context_length=step.mean_context_length,
             decision_version=step.choice.decision_version,
-            flags=flags,
+            flags=self._flags(step, following),
             probe_id=step.choice.probe_id,
             num_drafted_sequences=step.num_drafted_sequences,
             num_verified_tokens=step.shape.num_decoding + step.num_drafts,
@@ -235,7 +227,7 @@ class StepTracker:
             return max(step.started, self._ended)
         return self._ended if self._busy else step.started
 
-    def _flags(self, step: PendingStep) -> frozenset[StepFlag]:
+    def _flags(self, step: PendingStep, following: PendingStep | None) -> frozenset[StepFlag]:
         shape, flags = step.shape, set()
         if shape.with_prefill or (self.traits.late_drafts and self._before and self._before[-1].with_prefill):
             flags.add(StepFlag.PREFILL)
@@ -246,7 +238,8 @@ class StepTracker:
         if shape.is_first:
             flags.add(StepFlag.FIRST_USE)
         if self.traits.overlapped:
-            flags |= overlap_flags(self._before, shape, self._pending[0].shape if self._pending else None)
+            rule = device_flags if self.clock else overlap_flags
+            flags |= rule(self._before, shape, following.shape if following else None)
         return frozenset(flags) if flags else ORDINARY
 
 

@@ -1,8 +1,12 @@
-"""The rule by which the time of a step is a usable sample where steps overlap.
+"""The rules by which the time of a step is a usable sample where steps overlap.
 
 vLLM launches step N + 1, then waits for the result of step N. The time between the results of N - 1 and N is that of
 launching N + 1 where the host is slower, that of computing N where the device is, and a part of each in between. It is
-a step's time if all these steps are alike and the queue never ran empty.
+a step's time if all these steps are alike and the queue never ran empty: `overlap_flags`.
+
+With the device's clock the time of step N is the longer of two: the device's, and the time between scheduling N and N + 1.
+A device that catches up with the host shows the first too short, one that falls behind the second. It is a step's time if
+N - 1 was alike: `device_flags`.
 """
 
 from __future__ import annotations
@@ -50,4 +54,16 @@ def overlap_flags(before: Sequence[StepShape], step: StepShape, following: StepS
     sizes = before[-1].num_decoding, step.num_decoding, following.num_decoding
     if max(sizes) - min(sizes) > max(1, step.num_decoding // NEAR):
         flags.add(StepFlag.OVERLAP)
+    return flags
+
+
+def device_flags(before: Sequence[StepShape], step: StepShape, following: StepShape | None) -> set[StepFlag]:
+    """Reasons for which the longer of the host's and the device's time is no step's time. Arguments: see `overlap_flags`."""
+    if following is None or not before or not step.was_queued:
+        return {StepFlag.OVERLAP}
+    last, flags = before[-1], set()
+    if last.with_prefill:
+        flags.add(StepFlag.PREFILL)
+    if (last.verified, last.drafted) != (step.verified, step.verified):
+        flags.add(StepFlag.CHANGED_ARM)
     return flags

@@ -17,6 +17,7 @@ from speclen.integrations.vllm.context import (
     limits_of,
     traits_of,
 )
+from speclen.integrations.vllm.device_clock import DeviceClock, device_clock
 from speclen.integrations.vllm.lengths import CautiousLengths
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
@@ -31,7 +32,8 @@ log = structlog.get_logger()
 
 # Choices of a probe. The first step of another length is no usable sample of time: it verifies one and drafts another.
 PROBE_STEPS = 4
-OVERLAPPED_PROBE_STEPS = 5  # the least that gives one usable sample: the steps around it need its length, too
+# Where steps overlap and the device has no clock to read: the least that gives one usable sample.
+OVERLAPPED_PROBE_STEPS = 5
 
 
 class Engine(Protocol):
@@ -49,12 +51,13 @@ def steering_for(
     try:
         settings = settings_from(environment)
         check_config(engine.vllm_config)
-        control = control_for(engine, settings, platform, version, worker_id)
+        clock = device_clock(engine.vllm_config, platform)
+        control = control_for(engine, settings, platform, version, worker_id, clock)
         credentials, metadata = settings.security.credentials(), settings.security.metadata()
     except ValueError as error:
         raise ValueError(as_variables(str(error))) from error
     reporting = Reporting(control, settings.controller, credentials, metadata)
-    tracker = StepTracker(traits_of(engine.vllm_config), ArmChoice(Arm(engine.num_spec_tokens)))
+    tracker = StepTracker(traits_of(engine.vllm_config), ArmChoice(Arm(engine.num_spec_tokens)), clock)
     steering = Steering(control, tracker, cautious_lengths(engine, control), reporting)
     reporting.tell = steering.tell
     reporting.start()
@@ -63,6 +66,7 @@ def steering_for(
         controller=settings.controller,
         worker=control.card.worker_id,
         policy=settings.policy,
+        times="the device's" if clock else "between results",
         engine=control.card.context.engine_fingerprint,
     )
     if sentence := remark(engine.vllm_config):
@@ -70,9 +74,12 @@ def steering_for(
     return steering
 
 
-def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: str, worker_id: str) -> ControlClient:
+def control_for(
+    engine: Engine, settings: VllmSettings, platform: Any, version: str, worker_id: str, clock: DeviceClock | None
+) -> ControlClient:
     """The control client with the engine's name, context and first table. Raises ValueError."""
     assert engine.dynamic_sd_lookup is not None, "check_config has seen it"
+    overlapped = engine.vllm_config.scheduler_config.async_scheduling
     limits = limits_of(engine.dynamic_sd_lookup, engine.num_spec_tokens)
     table = configured_table(engine.dynamic_sd_lookup, settings.policy, limits)
     card = WorkerCard(
@@ -83,7 +90,7 @@ def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: 
         address="",  # vLLM's own, which its engine is not told
         policy=settings.policy,
         run_id=settings.run_id,
-        probe_steps=OVERLAPPED_PROBE_STEPS if engine.vllm_config.scheduler_config.async_scheduling else PROBE_STEPS,
+        probe_steps=OVERLAPPED_PROBE_STEPS if overlapped and clock is None else PROBE_STEPS,
     )
     return ControlClient(card, table, follow=settings.policy == "adaptive")
 

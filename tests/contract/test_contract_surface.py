@@ -82,7 +82,7 @@ def test_every_bucket_has_one_best_row(learned):
 
 def test_verbs_read_a_database_in_use(learned):
     cells = as_json("tables", "--db", str(learned), "--json")
-    assert len(cells) == protocol.rows(learned, "SELECT count(*) FROM learned_table")[0][0]
+    assert len(cells) == protocol.rows(learned, "SELECT count(*) FROM choices")[0][0]
     explained = as_json("explain", "--db", str(learned), "--batch", "4", "--context", "target-learned", "--json")
     assert explained["words"]
     assert json.loads(speclen("export", "--db", str(learned)))

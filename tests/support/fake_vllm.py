@@ -198,7 +198,11 @@ def config(**changes: Any) -> Any:
             prompt_lookup_max=4,
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            world_size=1,
+            distributed_executor_backend="uni",
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8, max_num_batched_tokens=2048),
         compilation_config=SimpleNamespace(cudagraph_mode="NONE", mode="NONE"),
@@ -211,7 +215,7 @@ def config(**changes: Any) -> Any:
     return whole
 
 
-PLATFORM = SimpleNamespace(is_cpu=lambda: True, device_type="cpu", get_device_name=lambda: "cpu")
+PLATFORM = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_type="cpu", get_device_name=lambda: "cpu")
 
 
 def install(monkeypatch: Any, version: str = VERSION) -> None:

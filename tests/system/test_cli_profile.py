@@ -68,7 +68,7 @@ def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory)
     result = call("run", *models(folders), *grid, "--data-dir", data, "--db", data / "s.db", "--out", data / "p.json")
     assert result.exit_code == 0
     assert "gain over 0" in result.stdout
-    assert "The paper's model: accepted" in result.stdout
+    assert "our estimator" in result.stdout
     return data
 
 
@@ -120,7 +120,6 @@ def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path, t
 def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path) -> None:
     shown = json.loads(call("show", "--db", measured / "s.db", "--json").stdout)
     assert [best["batch_size"] for best in shown["best"]] == [1, 2, 3]
-    assert shown["paper_model"]["gamma"] > 0
     assert json.loads(call("export", "1", "--db", measured / "s.db").stdout)["cells"] == shown["cells"]
     assert "* is least" in call("show", measured / "p.json").stdout
     for suffix in ("png", "svg"):
@@ -243,7 +242,7 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
     return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
 
 
-def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> None:
+def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
     analysis = analyse(document(1.0))
     one, _, eight = analysis.batches
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
@@ -252,7 +251,6 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
     # Batch 8: 10, 15 / 1.7, 20 / 2.2, 25 / 2.6.
     assert eight.best_length == 1
     for batch in analysis.batches:
-        assert batch.paper_excess is not None
         assert batch.estimator_excess is not None
         assert batch.estimator_excess < 0.1
     assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
@@ -260,7 +258,7 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
 
 def own_import(db: Path, key: ContextKey = KEY) -> int:
     """Import a made-up profile while no controller runs."""
-    return Destination(db, "", Client()).take(document(1.0).to_request(key, as_prior=False))
+    return Destination(db, "", Client()).take(document(1.0).to_request(key))
 
 
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

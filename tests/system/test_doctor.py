@@ -127,7 +127,7 @@ def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     found = {finding.check: finding for finding in examine(path)}
-    assert (found["writer"].status, found["writer"].found) == ("warning", "cannot be told (Permission denied)")
+    assert (found["writer"].status, found["writer"].found) == ("warning", "unknown (Permission denied)")
     assert found["integrity"].status == "ok"
 
 
@@ -212,7 +212,7 @@ def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID - 1}")
     assert statuses(path) == {"file": "failed"}
-    assert advice(path, "file").startswith("start a new one with --db, or `speclen export`")
+    assert advice(path, "file").startswith("start a new one with --db")
 
 
 def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(tmp_path):

@@ -1,54 +1,23 @@
-"""scripts/gpu_check goes through its parts on a CPU, within its time, and fails when, and only when, something is wrong."""
+"""Parts of scripts/gpu_check share its time, and fail when, and only when, something is wrong."""
 
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 import tarfile
 import time
-import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from speclen.bench.gpu import checks, parts, run, vllm_serving
-from speclen.bench.gpu.check import RerunRecorder
+from speclen.bench.gpu import checks, parts, run
 from speclen.bench.gpu.parts import Part, run_parts
-from speclen.bench.gpu.passes import weight_bytes
-from speclen.bench.gpu.vllm_serving import POLICIES, Block, rates_of
+from speclen.worker.backends.torch.recording import RerunRecorder
 from speclen.worker.models.loading import load_pair
 
-ROOT = Path(__file__).resolve().parents[2]
 WRITE = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{}')"
-
-
-def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path, "--bundle", tmp_path / "none"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "gpu_check.json").read_text())
-    ends = {one["part"]: one["end"] for one in document["parts"]}
-    assert ends == {"checks": "done", "own": "done", "vllm-v1": "skipped", "vllm-v2": "skipped"}
-    assert "vllm-v1: skipped after 0 s: there is no vLLM here" in done.stdout
-    checked = json.loads((tmp_path / "checks.json").read_text())
-    assert [one["passed"] for one in checked["checks"]] == [True] * 6
-    assert {one["model"] for one in checked["passes"]} == {"target", "draft"}
-    assert all(one["floor_s"] > 0 and one["seconds"] > 0 for one in checked["passes"])
-    assert set(document["tokens_per_s"]) == {"own"}
-    assert set(document["tokens_per_s"]["own"]) == {"adaptive", "fixed:2", "n-gram"}
-    for rates in document["tokens_per_s"]["own"].values():
-        assert set(rates) == {"1", "4", "16", "32"}
-        assert all(rate > 0 for rate in rates.values())
-    assert (tmp_path / "gpu_check.png").stat().st_size > 10_000
-    assert (tmp_path / "own.db").exists()
 
 
 def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,14 +41,6 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(sys, "argv", ["gpu_check"])
     assert run.main() == 2
     assert "--dry-run" in capsys.readouterr().err
-
-
-def test_weights_that_a_pass_reads() -> None:
-    """The bundled target ties its embeddings: the output layer reads what the input layer looks up."""
-    model = load_pair("bundled:target", None, "cpu", "float32").target
-    tied = model.config.tie_word_embeddings
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    assert weight_bytes(model) == total if tied else total - model.get_input_embeddings().weight.nbytes
 
 
 def program(tmp_path: Path, name: str, code: str, share: float = 1.0, missing: str = "") -> Part:
@@ -158,96 +119,3 @@ def test_a_bundle_is_put_together_from_its_pieces(tmp_path: Path) -> None:
     assert run.unpack(tmp_path, dry=True) == "there is no vLLM here"
     assert run.unpack(tmp_path, dry=False) == ""
     assert (tmp_path / "packages" / "site" / "package.py").read_text() == "x = 1"
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--runner", "v3"], 2)])
-def test_the_driver_of_vllm_reads_its_arguments_without_vllm(arguments: list[str], code: int) -> None:
-    command = [sys.executable, "-m", "speclen.bench.gpu.vllm_serving", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert "--runner" in done.stdout + done.stderr
-
-
-def test_rates_are_medians_of_the_blocks_that_are_measured() -> None:
-    blocks = [Block("adaptive", 4, tokens, 2.0, 10, True) for tokens in (100, 600, 200)]
-    rates = rates_of([*blocks, Block("adaptive", 4, 9000, 2.0, 10, False), Block("none", 1, 30, 2.0, 9, True)])
-    assert rates["adaptive"] == {"4": 100.0}
-    assert rates["none"] == {"1": 15.0}
-    assert set(rates) == set(POLICIES)
-
-
-class FakeEngine:
-    """As much of a vllm.LLMEngine as a closed loop uses: every request gets a token a step, two steps after it came."""
-
-    def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(_steering=SimpleNamespace(num_reported=0), dynamic_sd_lookup=[0, 5, 5, 3])
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler, batch_queue=[]))
-        self.left: dict[str, int] = {}
-        self.ages: dict[str, int] = {}
-        self.most_at_once = self.num_tokens = 0
-        self.lengths: list[int] = []
-
-    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: SimpleNamespace) -> None:
-        assert len(prompt["prompt_token_ids"]) == vllm_serving.PROMPT_TOKENS
-        self.left[name], self.ages[name] = sampling.max_tokens, 0
-
-    def step(self) -> list[SimpleNamespace]:
-        self.most_at_once = max(self.most_at_once, len(self.left))
-        self.lengths.append(self.scheduler.dynamic_sd_lookup[1])
-        outputs = []
-        for name in list(self.left):
-            self.ages[name] += 1
-            if self.ages[name] > 2:
-                self.left[name] -= 1
-                self.num_tokens += 1
-                finished = not self.left[name]
-                outputs.append(SimpleNamespace(request_id=name, finished=finished, outputs=[ONE_TOKEN]))
-                if finished:
-                    del self.left[name]
-        return outputs
-
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        for name in names:
-            del self.left[name]
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.left)
-
-
-ONE_TOKEN = SimpleNamespace(token_ids=[7])
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> vllm_serving.Bench:
-    vllm, params = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
-    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    params.RequestOutputKind = SimpleNamespace(DELTA="delta")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    return vllm_serving.Bench(FakeEngine(), "bundled:target")
-
-
-def test_a_block_of_vllm_keeps_so_many_requests_at_once_and_counts_after_their_prompts(
-    bench: vllm_serving.Bench,
-) -> None:
-    found = bench.block("fixed:8", 3, 0.2)
-    assert (found.policy, found.requests, found.measured) == ("fixed:8", 3, True)
-    assert bench.engine.most_at_once == 3
-    assert not bench.engine.left, "what was under way is aborted"
-    assert 0 < found.tokens < bench.engine.num_tokens, "the first outputs of the first requests are not counted"
-    assert found.num_steps > 0
-    assert 0.1 < found.seconds <= 0.3
-    assert set(bench.engine.lengths) == {8}
-    assert bench.scheduler._steering is None, "vLLM alone"
-    assert bench.outputs("none") == [[7] * vllm_serving.CHECKED_TOKENS] * vllm_serving.NUM_CHECKED
-    assert bench.engine.lengths[-1] == 0
-    bench.block("adaptive", 1, 0.05)
-    assert bench.scheduler.dynamic_sd_lookup == [0, 5, 5, 3], "as it was configured"
-    assert bench.scheduler._steering is bench.steering
-
-
-def test_a_plugin_that_gives_up_ends_the_comparison(bench: vllm_serving.Bench) -> None:
-    bench.use("adaptive")
-    bench.scheduler._steering = None
-    with pytest.raises(RuntimeError, match="given up"):
-        bench.drain()

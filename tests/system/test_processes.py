@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from speclen.cli.app import settings_of_verb
+from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
@@ -30,6 +31,16 @@ def died(one: Child) -> Child:
 def test_the_cause_of_a_failed_start_is_passed_on(tmp_path):
     with pytest.raises(UserError, match="worker 0 did not start: --speculation 'many' is unknown"):
         died(child(tmp_path)).wait_until_serving(5)
+
+
+def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_log(tmp_path, monkeypatch):
+    running = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
+    # Not started: neither dead nor serving.
+    monkeypatch.setattr(processes, "NEWS_S", 0.1)
+    said: list[str] = []
+    with pytest.raises(UserError, match="log"):
+        running.wait_until_serving(0.5, said.append)
+    assert said[0] == "worker 0: starting (0 s so far)"
 
 
 def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):

@@ -108,7 +108,7 @@ def test_ray_may_go_without_its_address():
 
 def test_what_only_ray_can_follow_is_refused_without():
     refuse_without_ray({"max_workers": 0, "cpus_per_worker": 1.0})
-    with pytest.raises(UserError, match="--max-workers 4 is for Ray"):
+    with pytest.raises(UserError, match="--max-workers 4 needs --ray"):
         refuse_without_ray({"max_workers": 4})
 
 

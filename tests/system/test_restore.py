@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speclen.cli.backup import backup
-from speclen.cli.restore import restore
+from speclen.cli.backup import backup, restore
 from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from tests.support.database_rows import write_database

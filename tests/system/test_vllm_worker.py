@@ -112,27 +112,21 @@ def controller(tmp_path, **options):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_the_scheduler_is_the_one_that_the_configuration_wants(scheduler_for, overlapped):
-    scheduler = scheduler_for(fake_vllm.config(scheduler_config__async_scheduling=overlapped))
-    assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped
-    assert isinstance(scheduler, fake_vllm.Scheduler)
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
 def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlapped):
     config = fake_vllm.config(scheduler_config__async_scheduling=overlapped)
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
-        wait_until(lambda: scheduler._steering.control.connected, "joined")
+        assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
-        control = scheduler._steering.control
+        control = scheduler.steering.control
         wait_until(lambda: not control.buffer, "reports on disk")
-        assert scheduler._steering.num_reported >= 55
-        assert scheduler._steering.tracker.num_odd == 0
-        assert 0 < scheduler._steering.cost.quantile(0.5) < 1000
+        assert scheduler.steering.num_reported >= 55
+        assert scheduler.steering.tracker.num_odd == 0
+        assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
         assert control.num_refused == 0
         assert control.card.worker_id == "mine"
         assert control.card.probe_steps == (5 if overlapped else 4)
@@ -163,8 +157,8 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler._steering.control.connected, "joined")
-    wait_until(lambda: not scheduler._steering.control.connected, "noticed")
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+    wait_until(lambda: not scheduler.steering.control.connected, "noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
@@ -174,7 +168,7 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
         begun = time.monotonic()
         assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
         assert time.monotonic() - begun < 20.0
-        assert scheduler._steering.num_reported == 59
+        assert scheduler.steering.num_reported == 59
 
 
 @pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
@@ -186,10 +180,10 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
             config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
             config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
             scheduler = scheduler_for(config, **variables)
-            wait_until(lambda: scheduler._steering.control.connected, "joined")  # noqa: B023
+            wait_until(lambda: scheduler.steering.control.connected, "joined")  # noqa: B023
             lengths = serve(scheduler, num_steps=60)
-            wait_until(lambda: not scheduler._steering.control.buffer, "reports on disk")  # noqa: B023
-            assert scheduler._steering.control.num_refused == 0
+            wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")  # noqa: B023
+            assert scheduler.steering.control.num_refused == 0
             scheduler.shutdown()
         assert (lengths[1], lengths[-1]) == (after, last)
 
@@ -197,9 +191,9 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
-        wait_until(lambda: scheduler._steering.control.connected, "joined")
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         assert serve(scheduler)[1:] == [4] * 19
-        wait_until(lambda: not scheduler._steering.control.buffer, "reports on disk")
+        wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
@@ -235,40 +229,36 @@ def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, vari
     assert told.levelno == logging.WARNING
     assert named in told.getMessage()
     assert way_out in told.getMessage()
-    assert scheduler._steering is None
+    assert scheduler.steering is None
 
 
-def test_another_version_works_with_one_warning(monkeypatch, integration, caplog):
+def other_version(monkeypatch):
     fake_vllm.install(monkeypatch, "0.99.0")
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
-        assert scheduler._steering is not None
-    scheduler.shutdown()
-    assert [record.getMessage() for record in caplog.records if "0.99.0 was not tried" in record.getMessage()]
 
 
-def test_a_version_without_something_that_is_needed_is_refused_by_its_name(monkeypatch, integration, caplog):
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+def without_a_field(monkeypatch):
     monkeypatch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, "num_spec_tokens_to_schedule")
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
-        serve(scheduler)
-    [told] = caplog.records
-    assert "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule" in told.getMessage()
-    assert "vLLM serves on" in told.getMessage()
-    scheduler.shutdown()
 
 
-def test_a_module_that_moved_does_not_end_vllm(monkeypatch, integration, caplog):
-    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+def without_a_module(monkeypatch):
     monkeypatch.delitem(sys.modules, "vllm.v1.outputs")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_on", "words"),
+    [
+        (other_version, True, "vLLM 0.99.0 was not tried"),
+        (without_a_field, False, "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule"),
+        (without_a_module, False, "vllm.v1.outputs"),
+    ],
+)
+def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
+    change(monkeypatch)
     with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        assert (scheduler.steering is not None) is is_on
         serve(scheduler)
-    [told] = caplog.records
-    assert "vllm.v1.outputs" in told.getMessage()
-    scheduler.shutdown()
+    assert [words in record.getMessage() for record in caplog.records].count(True) == 1
 
 
 def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, scheduler_for, caplog):
@@ -291,7 +281,7 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
 @pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
 def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, hook):
     scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
-    steering = scheduler._steering
+    steering = scheduler.steering
 
     def fail(*_):
         raise RuntimeError("a fault of ours")
@@ -301,7 +291,7 @@ def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, ho
         serve(scheduler)
     assert "a fault of ours" in caplog.text
     assert "vLLM serves on" in caplog.text
-    assert scheduler._steering is None
+    assert scheduler.steering is None
     steering.reporting.stop()
 
 
@@ -311,7 +301,7 @@ def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for,
     config = fake_vllm.config(scheduler_config__max_num_seqs=num_slots)
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, num_slots, 5)]
     scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
-    control, asked = scheduler._steering.control, []
+    control, asked = scheduler.steering.control, []
     choose = control.choose
     control.choose = lambda size, with_prefill=False: asked.append(with_prefill) or choose(size, with_prefill)
     serve(scheduler, num_steps=4, num_requests=3)
@@ -327,7 +317,7 @@ FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode"
 def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler._steering.control.connected, "joined")
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 
@@ -338,15 +328,6 @@ def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
         scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
     assert "all batch sizes run at length 4" in caplog.text
     assert "name all that may be chosen" in caplog.text
-
-
-def test_a_table_beyond_what_vllm_can_draft_is_cut(tmp_path, scheduler_for):
-    config = fake_vllm.config(speculative_config__num_speculative_tokens=2)
-    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 2)]
-    with controller(tmp_path, policy="fixed:7") as there:
-        scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler._steering.control.connected, "joined")
-        assert set(serve(scheduler)) == {2}
 
 
 def test_the_context_names_what_step_times_depend_on():
@@ -364,18 +345,11 @@ def test_the_context_names_what_step_times_depend_on():
     ):
         other = context_key(fake_vllm.config(**change), settings, fake_vllm.PLATFORM, "0.32.0")
         assert other.engine_fingerprint != key.engine_fingerprint, change
+    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda", get_device_name=lambda: "NVIDIA H100")
+    several = fake_vllm.config(parallel_config__world_size=4)
+    assert context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
     named = settings_from({"SPECLEN_CONTROLLER": NOBODY, "SPECLEN_WORKER_TARGET": "bundled:target"})
     assert context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
-
-
-def test_several_gpus_of_one_engine_are_another_device_than_one():
-    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda", get_device_name=lambda: "NVIDIA H100")
-    settings = settings_from({"SPECLEN_CONTROLLER": NOBODY})
-    devices = [
-        context_key(fake_vllm.config(parallel_config__world_size=size), settings, gpu, "0.32.0").device
-        for size in (1, 4)
-    ]
-    assert devices == ["cuda:NVIDIA H100", "cuda:NVIDIA H100 x4"]
 
 
 def test_the_configured_table_is_vllms_own():

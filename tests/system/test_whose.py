@@ -71,7 +71,7 @@ def test_up_on_a_database_in_use_says_so_before_a_worker_starts(tmp_path):
     with running_controller(tmp_path / ".speclen"):
         result = speclen("up", "--controller", free_address(), "--listen", free_address(), cwd=tmp_path)
         assert "in use by another controller" in refused(result)
-        assert "starting the worker" not in result.stderr
+        assert "worker 0" not in result.stderr
 
 
 def test_a_worker_of_one_run_does_not_join_another(tmp_path):

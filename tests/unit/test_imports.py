@@ -77,16 +77,15 @@ ALLOWED = {
     "controller.service": {"v1", "transport", "store", "controller.config", "controller.estimator", "controller.wire"},
     "cli.support": {"v1", "transport", "store", "worker.models.devices"},
     "cli.learned": {"cli.support", "v1", "transport", "store", "controller"},
-    "cli.transfer": {"cli.support", "cli.learned", "store", "controller.estimator"},
     "cli.up": {"cli.support", "cli.learned", "v1", "transport", "store", "worker", "integrations.ray"},
     "bench.findings": set(),
     "bench.spread": set(),
-    "cli.profile": {"cli.support", "cli.transfer", "v1", "worker", "controller", "store"},
+    "cli.profile": {"cli.support", "v1", "worker", "controller", "store"},
     "bench.clients": {"bench.findings", "cli.support"},
     "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "store.connection", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.spread", "cli.support", "worker"},
-    "bench.gpu": {"bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
+    "bench.gpu": {"bench.serving", "cli.support", "integrations.vllm", "worker"},
     "bench.serving": {
         "cli.profile",
         "cli.support",
@@ -208,7 +207,7 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    modules = "speclen.bench.gpu.check, speclen.bench.gpu.run"
+    modules = "speclen.bench.gpu.checks, speclen.bench.gpu.run"
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 

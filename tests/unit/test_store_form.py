@@ -26,8 +26,8 @@ def other_database(path: Path, application_id: int) -> bytes:
 @pytest.mark.parametrize(
     ("application_id", "words"),
     [
-        (APPLICATION_ID - 1, "of another version of speclen: start a new one with --db, or `speclen export`"),
-        (0x73706C6E, "of another version of speclen: start a new one with --db, or `speclen export`"),
+        (APPLICATION_ID - 1, "of another version of speclen: start a new one with --db"),
+        (0x73706C6E, "of another version of speclen: start a new one with --db"),
         (0, "not one of speclen's: name another file"),
         (0x12345678, "not one of speclen's: name another file"),
     ],

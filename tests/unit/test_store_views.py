@@ -145,40 +145,72 @@ def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
         assert here == there
 
 
-def test_choices_join_neighbouring_ranges_with_one_arm(store):
-    """Means weigh by steps seen: 9 at batch size 3 and 0 at 4."""
+def size(batch_size: int, step_s: float, plain_s: float = 0.02, num_steps: int = 9, num_plain: int = 0, **changes):
+    """Estimates at one batch size: an arm in use that yields two tokens, and plain decoding."""
     best = {"is_best": True, "expected_tokens": 2.0, "ngram": True}
-    rows_of = [estimate(0, size, size, step_s=0.02, expected_tokens=1.0) for size in (3, 4, 6)]
-    rows_of += [
-        estimate(2, 3, 3, step_s=0.02, num_steps=9, **best),
-        estimate(2, 4, 4, step_s=0.01, num_steps=0, **best),
+    return [
+        estimate(2, batch_size, batch_size, step_s=step_s, num_steps=num_steps, **(best | changes)),
+        estimate(0, batch_size, batch_size, step_s=plain_s, expected_tokens=1.0, num_steps=num_plain),
     ]
-    rows_of += [estimate(0, 5, 5, is_best=True), estimate(2, 6, 6, step_s=0.02, **best)]
-    store_now(store, Commit(contexts=[context()], arm_estimates=rows_of))
-    first, second, third = view(store, "choices")
-    assert (first["batch_bucket"], first["arm"], first["num_steps"]) == ("3-4", "n-gram else draft 2", 9)
-    assert first["ms_per_token"] == pytest.approx((10 * 10.0 + 5.0) / 11)
-    assert first["speedup"] == pytest.approx((10 * 2.0 + 4.0) / 11)
-    assert (first["ms_per_token_low"], first["ms_per_token_high"]) == (9.0, 11.0)
-    assert (second["batch_bucket"], second["arm"], second["speedup"]) == ("5", "plain", 1.0)
-    assert (third["batch_bucket"], third["arm"], third["speedup"]) == ("6", "n-gram else draft 2", 2.0)
+
+
+def choices(store: Store, *estimates: list) -> list[dict]:
+    store_now(store, Commit(contexts=[context()], arm_estimates=[row for rows_of in estimates for row in rows_of]))
+    return view(store, "choices")
+
+
+def test_figures_of_a_range_are_means_by_the_steps_at_its_sizes_whatever_their_arm(store):
+    [row] = choices(
+        store, size(3, 0.020, num_steps=9), size(4, 0.018, num_steps=0, num_plain=27), size(5, 0.02, num_steps=0)
+    )
+    assert (row["batch_bucket"], row["arm"], row["num_steps"]) == ("3-5", "n-gram else draft 2", 9)
+    assert row["ms_per_token"] == pytest.approx(0.25 * 10.0 + 0.75 * 9.0)
+    assert row["speedup"] == pytest.approx(0.25 * 2.0 + 0.75 * 20 / 9)
+    assert (row["ms_per_token_low"], row["ms_per_token_high"]) == pytest.approx((9.0, 11.0))
+
+
+def test_sizes_that_were_never_run_count_alike_where_no_other_was(store):
+    [row] = choices(store, size(3, 0.020, num_steps=0), size(4, 0.018, num_steps=0))
+    assert row["ms_per_token"] == pytest.approx(9.5)
+
+
+@pytest.mark.parametrize(
+    ("other", "buckets"),
+    [
+        (size(4, 0.0245, plain_s=0.02), ["3-4"]),
+        (size(4, 0.0255, plain_s=0.02), ["3", "4"]),  # 1.57 instead of 2 times faster than plain
+        (size(4, 0.029, plain_s=0.029), ["3-4"]),
+        (size(4, 0.031, plain_s=0.031), ["3", "4"]),  # 15.5 instead of 10 ms per token
+        (size(4, 0.020, ngram=False), ["3", "4"]),
+    ],
+)
+def test_a_range_has_one_arm_at_about_one_cost(store, other, buckets):
+    assert [row["batch_bucket"] for row in choices(store, size(3, 0.020), other)] == buckets
 
 
 def test_choices_join_sizes_whose_arms_the_evidence_cannot_tell_apart(store):
-    """The other arm is 1% slower: within its doubt at sizes 1 to 3, beyond it at size 4."""
-    near = {"expected_tokens": 2.0, "num_steps": 9}
+    """The other arm is 1% slower. Its uncertainty beyond the machine's, 1%, is 5% at sizes 1 to 3, and 0.2% at size 4."""
+    known, unknown, near = (
+        {"ms_per_token_low": 10 - half, "ms_per_token_high": 10 + half} for half in (0.1, 0.5, 0.102)
+    )
     rows_of = [
-        estimate(2, 1, 1, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
-        estimate(2, 2, 2, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
-        estimate(3, 1, 1, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
-        estimate(3, 2, 2, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
-        estimate(2, 3, 3, step_s=0.0202, ms_per_token_low=9.6, ms_per_token_high=10.6, **near),
-        estimate(3, 3, 3, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
-        estimate(2, 4, 4, step_s=0.0202, ms_per_token_low=10.0, ms_per_token_high=10.2, **near),
-        estimate(3, 4, 4, step_s=0.02, is_best=True, ms_per_token_low=9.9, ms_per_token_high=10.1, **near),
+        [
+            estimate(
+                length, batch_size, batch_size, step_s=step_s, is_best=step_s == 0.02, expected_tokens=2.0, **interval
+            )
+        ]
+        for batch_size, length, step_s, interval in [
+            (1, 2, 0.02, known),
+            (1, 3, 0.0202, unknown),
+            (2, 2, 0.02, unknown),  # never run, like its rival
+            (2, 3, 0.0202, unknown),
+            (3, 2, 0.0202, unknown),
+            (3, 3, 0.02, known),
+            (4, 2, 0.0202, near),
+            (4, 3, 0.02, known),
+        ]
     ]
-    store_now(store, Commit(contexts=[context()], arm_estimates=rows_of))
-    first, second = view(store, "choices")
+    first, second = choices(store, *rows_of)
     assert (first["batch_bucket"], first["arm"], first["equal_arms"]) == ("1-3", "draft 2", "draft 3")
     assert (first["longer_ms_per_token"], first["shorter_ms_per_token"]) == (pytest.approx(30.2 / 3), None)
     assert (second["batch_bucket"], second["arm"], second["equal_arms"]) == ("4", "draft 3", None)

@@ -138,3 +138,9 @@ def test_a_step_without_tokens_does_not_cut_the_one_in_flight():
     record = steps.end(second, took_s=0.006)
     assert record is not None
     assert record.latency_s == pytest.approx(0.010)
+
+
+def test_tokens_that_do_not_add_up_are_not_reported():
+    steps = Steps("a")
+    assert steps.step(a=LENGTH + 1) is None
+    assert steps.tracker.num_odd == 1

@@ -49,63 +49,42 @@ class EveryLength:
 
 
 class Engine:
-    """Steps a scheduler as vLLM's engine core does, with or without overlap; every row accepts `accepts` drafts."""
+    """Steps a scheduler as vLLM's engine core does; every row accepts `accepts` drafts."""
 
-    def __init__(self, lengths, overlapped=False, traits=None):
-        base = fake_vllm.AsyncScheduler if overlapped else fake_vllm.Scheduler
+    def __init__(self, lengths, traits=None):
         control = self.control = Control(lengths)
-        steering = self.steering = Steering(
-            control,
-            StepTracker(traits or Traits(overlapped=overlapped), ArmChoice(Arm(5))),
-            EveryLength(),
-            SimpleNamespace(stop=lambda: None),
-        )
+        tracker = StepTracker(traits or Traits(), ArmChoice(Arm(5)))
+        steering = self.steering = Steering(control, tracker, EveryLength(), SimpleNamespace(stop=lambda: None))
         engine = self
 
-        class Scheduler(base):
+        class Scheduler(fake_vllm.Scheduler):
             def _update_after_schedule(self, scheduler_output):
-                steering.scheduled(scheduler_output, self.requests, bool(self.waiting), engine.started)
+                steering.scheduled(scheduler_output, self.requests, bool(self.waiting), engine.now)
                 super()._update_after_schedule(scheduler_output)
 
         self.scheduler = Scheduler(fake_vllm.config())
-        self.overlapped = overlapped
-        self.now = self.started = 0.0
-        self.accepts = 1
-        self.on_their_way = []
+        self.now, self.accepts = 0.0, 1
 
-    def schedule(self):
-        self.started = self.now
-        self.on_their_way.append(self.scheduler.schedule())
-
-    def end(self, took_s):
-        output = self.on_their_way.pop(0)
+    def step(self, took_s=0.01):
+        output, requests = self.scheduler.schedule(), self.scheduler.requests
         self.now += took_s
         rows = {}
         for name in output.num_scheduled_tokens:
-            drafts = output.scheduled_spec_decode_tokens.get(name)
-            request = self.scheduler.requests.get(name)
-            in_prompt = request is not None and not drafts and request.num_computed_tokens < request.num_prompt_tokens
+            drafts, request = output.scheduled_spec_decode_tokens.get(name), requests[name]
+            in_prompt = not drafts and request.num_computed_tokens < request.num_prompt_tokens
             rows[name] = None if in_prompt else min(self.accepts, len(drafts or ()))
         sampled = fake_vllm.sampled(rows)
-        self.steering.arrived(output, self.scheduler.requests, self.now)
+        self.steering.arrived(output, requests, self.now)
         self.scheduler.update_from_output(output, sampled)
         self.steering.finished(sampled, bool(self.scheduler.running))
-        if not self.overlapped:
-            self.scheduler.update_draft_token_ids(output)
-
-    def step(self, took_s=0.01):
-        if self.overlapped and not self.on_their_way:
-            self.schedule()
-        self.schedule()
-        self.end(took_s)
+        self.scheduler.update_draft_token_ids(output)
 
     def results(self):
         return self.control.reports
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
-    engine = Engine(lambda size: 2, overlapped)
+def test_a_steady_batch_teaches_its_length_and_its_time():
+    engine = Engine(lambda size: 2)
     for name in "abc":
         engine.scheduler.add(name, 10)
     for _ in range(8):
@@ -116,8 +95,7 @@ def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
     assert last.flags == frozenset()
     assert last.decision_version == 3
     # The first step is a prompt alone, which is no decoding step; the next one is the first of its shape.
-    assert engine.results()[0].flags - {StepFlag.OVERLAP} == {StepFlag.FIRST_USE}
-    assert (StepFlag.OVERLAP in engine.results()[0].flags) is overlapped, "the step before it had no drafts"
+    assert engine.results()[0].flags == {StepFlag.FIRST_USE}
     assert engine.steering.num_reported == len(engine.results())
 
 
@@ -138,22 +116,18 @@ def test_prompts_are_no_decoding_rows_and_flag_the_step():
     assert (engine.results()[-1].batch_size, engine.results()[-1].accepted_histogram) == (2, (0, 2, 0))
 
 
-@pytest.mark.parametrize(("overlapped", "num_changed"), [(False, {4: 1, 1: 0}), (True, {4: 2, 1: 2})])
-def test_a_step_between_two_lengths_teaches_no_time(overlapped, num_changed):
-    """One that verified four and drafted one; where steps overlap, also the one before and the two after it."""
+def test_a_step_between_two_lengths_teaches_no_time():
+    """One that verified four and drafted one."""
     length = 4
-    engine = Engine(lambda size: length, overlapped)
+    engine = Engine(lambda size: length)
     engine.scheduler.add("a", 10)
     for _ in range(8):
         engine.step()
     length = 1
-    for _ in range(8):
+    for _ in range(4):
         engine.step()
-    seen = [(r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()[3:]]
-    assert {each: seen.count((each, True)) for each in (4, 1)} == num_changed
-    changed = [at for at, (_, is_changed) in enumerate(seen) if is_changed]
-    assert changed == [*range(changed[0], changed[0] + len(changed))]
-    assert {(4, False), (1, False)} <= {*seen}
+    told = [(each.arm.speculation_length, StepFlag.CHANGED_ARM in each.flags) for each in engine.results()[3:]]
+    assert told == [(4, False)] * 4 + [(4, True)] + [(1, False)] * 3
 
 
 def test_length_zero_is_plain_decoding():
@@ -206,78 +180,16 @@ def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_
         assert (StepFlag.MIXED_LENGTHS in last.flags) is not ragged
 
 
-def test_a_request_that_ends_while_its_step_is_under_way_changes_nothing_of_the_others():
-    engine = Engine(lambda size: 2, overlapped=True)
-    for name in "ab":
-        engine.scheduler.add(name, 10)
-    for _ in range(4):
-        engine.step()
-    engine.schedule()
-    engine.scheduler.finish("a")
-    engine.end(0.01)
-    engine.end(0.01)
-    assert engine.steering.tracker.num_odd == 0
-    assert [r.batch_size for r in engine.results()[-2:]] == [2, 2]
-    engine.step()
-    assert engine.results()[-1].batch_size == 1
-
-
-def test_a_step_without_tokens_leaves_those_under_way_alone():
-    """It lost the steps behind it, whose reports then never came."""
-    engine = Engine(lambda size: 2, overlapped=True)
-    engine.schedule()  # nothing to do yet
-    engine.scheduler.add("a", 10)
-    engine.schedule()
-    engine.end(0.01)
-    for _ in range(4):
-        engine.schedule()
-        engine.end(0.01)
-    assert [r.batch_size for r in engine.results()] == [1, 1, 1]
-
-
-def test_rows_that_do_not_add_up_are_not_reported():
-    engine = Engine(lambda size: 2)
-    engine.scheduler.add("a", 10)
-    for _ in range(3):
-        engine.step()
-    before = len(engine.results())
-    engine.accepts = 1
-    engine.schedule()
-    output = engine.on_their_way.pop()
-    engine.steering.arrived(output, engine.scheduler.requests, 1.0)
-    engine.steering.finished(fake_vllm.sampled({"a": 6}), True)
-    assert (len(engine.results()), engine.steering.tracker.num_odd) == (before, 1)
-
-
-def test_what_an_engine_gives_up_is_not_kept():
-    engine = Engine(lambda size: 2)
-    engine.scheduler.add("a", 10)
-    for _ in range(500):
-        engine.schedule()
-    assert len(engine.steering.tracker._pending) <= 64
-
-
-def recorded_runs():
-    """By run of the real scheduler: its steps as `scripts/vllm/record.py` wrote them."""
-    runs = {}
-    for line in RECORDED.read_text().splitlines():
-        step = json.loads(line)
-        runs.setdefault(step["run"], []).append(step)
-    return runs
-
-
 @pytest.mark.parametrize("run", ["draft_model", "ngram"])
 def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
-    """A record of vLLM's steps is read as the steps were while it ran, and all of it adds up."""
-    steps = recorded_runs()[run]
-    tracker = StepTracker(Traits(ragged=run == "ngram"), ArmChoice(Arm(5)))
-    num_read = 0
-    for step in steps:
+    """Steps of vLLM 0.32's scheduler, of which `in_prompt` and `sampled` are its own words: all of it adds up."""
+    tracker, num_read = StepTracker(Traits(ragged=run == "ngram"), ArmChoice(Arm(5))), 0
+    for step in map(json.loads, RECORDED.read_text().splitlines()):
+        if step["run"] != run:
+            continue
         output = SimpleNamespace(
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in step["new"]],
-            scheduled_cached_reqs=SimpleNamespace(
-                resumed_req_ids=set(step["resumed"]), num_computed_tokens=step["contexts"]
-            ),
+            scheduled_cached_reqs=fake_vllm.CachedRequestData(set(step["resumed"]), step["contexts"]),
             num_scheduled_tokens=step["tokens"],
             scheduled_spec_decode_tokens={name: [0] * n for name, n in step["drafts"].items()},
             num_invalid_spec_tokens=None,
@@ -286,25 +198,18 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
         pending = tracker.scheduled(output, requests, step["started"])
         if pending is not None:
             tracker.drafts(pending, ArmChoice(Arm(step["drafting"])))
-        rows = SimpleNamespace(
-            sampled_token_ids=[[0] * n for n in step["sampled"].values()],
-            req_id_to_index={name: i for i, name in enumerate(step["sampled"])},
-        )
         tracker.arrived(output, requests, step["ended"])
-        found = tracker.finished(rows, step["busy"])
+        runs = {name: number - 1 if number else None for name, number in step["sampled"].items()}
+        result = tracker.finished(fake_vllm.sampled(runs), step["busy"])
         decoding = [name for name in step["tokens"] if name not in step["in_prompt"]]
-        assert (found is not None) == bool(decoding)
-        if found is None:
+        assert (result is not None) == bool(decoding)
+        if result is None:
             continue
         num_read += 1
-        result = found
-        assert result.batch_size == len(decoding)
         accepted = sum(run * rows for run, rows in enumerate(result.accepted_histogram))
-        assert accepted == sum(max(step["sampled"][name] - 1, 0) for name in decoding)
+        assert (result.batch_size, accepted) == (len(decoding), sum(runs[name] or 0 for name in decoding))
         assert (StepFlag.PREFILL in result.flags) == bool(step["in_prompt"])
-        assert result.latency_s > 0
-        drafts = [len(ids) for ids in output.scheduled_spec_decode_tokens.values()]
-        assert result.num_verified_tokens == len(decoding) + sum(drafts)
-        assert result.num_drafted_sequences == sum(number > 0 for number in drafts)
+        assert result.num_verified_tokens == len(decoding) + sum(step["drafts"].values())
+        assert result.num_drafted_sequences == sum(number > 0 for number in step["drafts"].values())
     assert num_read > 50
     assert tracker.num_odd == 0

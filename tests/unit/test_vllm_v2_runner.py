@@ -93,75 +93,54 @@ def test_graphs_are_captured_for_lengths_that_the_table_does_not_list(runner):
         assert set(lookup) == set(range(LARGEST + 1))
 
 
-def without_a_controller(runner, monkeypatch):
-    monkeypatch.delenv("SPECLEN_CONTROLLER")
-    return ""
+def fail(name):
+    raise OSError("libcuda.so.1 is missing")
 
 
-def without_the_class(runner, monkeypatch):
-    monkeypatch.setitem(sys.modules, v2_runner.DRAFTING, None)
-    return v2_runner.DRAFTING
+SPECULATOR = "StandaloneARSpeculator"
+MISSING = {  # how to take something away, and the words that name it; none where no controller is configured
+    "controller": (lambda patch, modules: patch.delenv("SPECLEN_CONTROLLER"), ""),
+    "class": (lambda patch, modules: patch.delattr(modules[v2_runner.DRAFTING], SPECULATOR), SPECULATOR),
+    "lookup": (
+        lambda patch, modules: patch.delattr(modules[v2_runner.CAPTURING[1]], v2_runner.LOOKUP),
+        v2_runner.LOOKUP,
+    ),
+    "library": (lambda patch, modules: patch.setattr(v2_runner, "import_module", fail), "libcuda.so.1"),
+    "length": (
+        lambda patch, modules: patch.setattr(
+            getattr(modules[v2_runner.DRAFTING], SPECULATOR), "propose", lambda self: 0
+        ),
+        "not told a length",
+    ),
+}
 
 
-def without_a_lookup(runner, monkeypatch):
-    monkeypatch.delattr(runner[v2_runner.CAPTURING[1]], v2_runner.LOOKUP)
-    return v2_runner.LOOKUP
-
-
-def with_a_library_that_does_not_load(runner, monkeypatch):
-    def fail(name):
-        raise OSError("libcuda.so.1 is missing")
-
-    monkeypatch.setattr(v2_runner, "import_module", fail)
-    return "libcuda.so.1"
-
-
-def without_a_chosen_length(runner, monkeypatch):
-    monkeypatch.setattr(runner[v2_runner.DRAFTING].StandaloneARSpeculator, "propose", lambda self, input_batch: None)
-    return "not told a length"
-
-
-@pytest.mark.parametrize(
-    "missing",
-    [
-        without_a_controller,
-        without_the_class,
-        without_a_lookup,
-        with_a_library_that_does_not_load,
-        without_a_chosen_length,
-    ],
-)
-def test_what_is_missing_is_one_line_and_vllm_stays_as_it_is(runner, monkeypatch, caplog, missing):
-    named = missing(runner, monkeypatch)
-    propose = runner[v2_runner.DRAFTING].StandaloneARSpeculator.propose
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_is_one_line_and_vllm_stays_as_it_is(runner, monkeypatch, caplog, name):
+    take, words = MISSING[name]
+    take(monkeypatch, runner)
+    propose = getattr(getattr(runner[v2_runner.DRAFTING], SPECULATOR, None), "propose", None)
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
         v2_runner.register()
-    assert [named in record.getMessage() for record in caplog.records] == ([True] if named else [])
-    assert runner[v2_runner.DRAFTING].StandaloneARSpeculator.propose is propose
+    assert [words in record.getMessage() for record in caplog.records] == ([True] if words else [])
+    assert getattr(getattr(runner[v2_runner.DRAFTING], SPECULATOR, None), "propose", None) is propose
     assert getattr(runner[v2_runner.CAPTURING[0]], v2_runner.LOOKUP) is build_lookup
 
 
 @pytest.mark.parametrize(
-    ("v2", "method", "graphs", "words"),
+    ("registered", "v2", "method", "graphs", "words"),
     [
-        (False, "draft_model", "CUDAGraphMode.PIECEWISE", "no full graphs"),
-        (True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
-        (True, "eagle", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
-        (True, "dflash", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
+        (True, False, "draft_model", "CUDAGraphMode.PIECEWISE", "no full graphs"),
+        (True, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
+        (True, True, "eagle", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
+        (True, True, "dflash", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
+        (False, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "no package here"),
+        (False, False, "draft_model", "NONE", None),
     ],
 )
-def test_what_cannot_be_had_is_said(runner, v2, method, graphs, words):
-    v2_runner.register()
+def test_what_cannot_be_had_is_said(runner, registered, v2, method, graphs, words):
+    if registered:
+        v2_runner.register()
     changes = {"speculative_config__method": method, "compilation_config__cudagraph_mode": graphs}
-    assert words in v2_runner.remark(fake_vllm.config(use_v2_model_runner=v2, **changes))
-
-
-def test_a_draft_model_that_does_not_follow_is_told_of(runner):
-    config = fake_vllm.config(use_v2_model_runner=True)
-    assert "no package here" in v2_runner.remark(config)
-    v2_runner.register()
-    assert "no package here" not in v2_runner.remark(config)
-
-
-def test_where_nothing_is_missing_nothing_is_said():
-    assert v2_runner.remark(fake_vllm.config(use_v2_model_runner=False)) == ""
+    found = v2_runner.remark(fake_vllm.config(use_v2_model_runner=v2, **changes))
+    assert words in found if words else found == ""

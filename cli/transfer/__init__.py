@@ -1,1 +1,0 @@
-"""Export and import of what was learned, and the tables of other engines."""
