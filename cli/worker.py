@@ -15,7 +15,6 @@ from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
-from speclen.worker.observing.tracing import check_tracing
 from speclen.worker.profiling.file import table_from_file
 from speclen.worker.reporting.partition import controllers
 
@@ -56,7 +55,5 @@ def check_surroundings(config: WorkerConfig) -> None:
     security = config.server_security()
     security.credentials(), security.interceptors()
     config.check_listening()
-    if config.traces:
-        check_tracing()
     for address in controllers(config.controller):
         check_controller(config.controller_security(), address, config.run_id)

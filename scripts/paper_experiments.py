@@ -38,7 +38,7 @@ from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
+from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -72,8 +72,8 @@ Documents = dict[str, ProfileDocument]
 def measured(pair: ModelPair, settings: ProfileSettings, title: str, **details: Any) -> ProfileDocument:
     """A profile of the pair. Raises SystemExit when the time was too short for one."""
 
-    def report(progress: ProfileProgress) -> None:
-        print(f"\r{title}: at most {progress.left_s:4.0f} s left", end="", file=sys.stderr, flush=True)
+    def report(elapsed_s: float) -> None:
+        print(f"\r{title}: {settings.budget_s - elapsed_s:4.0f} s left", end="", file=sys.stderr, flush=True)
 
     source = PromptSource(pair.tokenizer, held_out_texts(), settings.seed)
     with Profiler(pair, settings, source, on_progress=report) as profiler:

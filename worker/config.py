@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
-from speclen.records import Arm, Choice
-from speclen.transport.address import check_exposure, check_free, split_address
+from speclen.records import PLAIN, Arm, parse_arm
+from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
-from speclen.worker.drafting.arms import parse_arms
-from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, WEIGHTS, draft_of
+from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused
 DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
-EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port on all addresses
-POLICY = re.compile(r"adaptive|profile|none|n-gram|fixed:(\d{1,2})")
-NGRAM = Arm(0, ngram=True)
+FIXED = re.compile(r"fixed:(\d{1,2})")
 KEY_FLAG = "--api-key-file"
 
 
@@ -41,9 +37,6 @@ class WorkerConfig:
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
-    weights: str = setting(
-        "full", "full: as the models bring them; int8: rounded to 8 bits, which is another target; on OpenVINO."
-    )
     backend: str = setting(
         "auto", "auto: OpenVINO on x86 CPUs where it is installed and runs the models exactly; torch; openvino."
     )
@@ -58,17 +51,10 @@ class WorkerConfig:
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K, n-gram or none.")
-    arms: str = setting(
-        "",
-        "Arm for all steps, 'n-gram else draft 3', or by batch size, '1-4: draft 5; 5-: plain'; instead of a policy.",
+    policy: str = setting(
+        "adaptive", "adaptive, profile, or one arm for all steps: none, fixed:K, n-gram, 'n-gram else draft 3'."
     )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
-    quick_profile_s: float = setting(
-        0.0,
-        "Measure a profile for this many seconds first, if the controller knows nothing of this context.",
-        least=0,
-    )
     worker_id: str = setting("", "Stable name in the fleet; default: host name and port.")
     threads: int = setting(
         0, "CPU threads for the models; 0: by model size, fewer while other processes want the cores.", least=0
@@ -82,9 +68,6 @@ class WorkerConfig:
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
     probe_listen: str = setting(
         "", "Address where health alone answers, without TLS or token: for probes; empty for none."
-    )
-    traces: bool = setting(
-        False, "Send OpenTelemetry traces, a span a request, where OTEL_* variables say; needs the extra otel."
     )
     unread_timeout_s: float = setting(
         30.0, "Seconds without reading after which a client loses its request.", least=0.1
@@ -109,14 +92,13 @@ class WorkerConfig:
             raise ValueError(f"--controller-by {self.controller_by!r} is unknown: use context or worker")
         self.check_models()
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
-        kind, length = parse_policy(self.policy)
-        if length is not None and length > self.max_length:
+        length = (parse_policy(self.policy) or PLAIN).speculation_length
+        if length > self.max_length:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
         if length and not self.has_draft:
             raise ValueError(f"--policy {self.policy} needs a draft model: give a --draft, or use --policy n-gram")
-        if kind == "profile" and self.profile is None:
+        if self.policy == "profile" and self.profile is None:
             raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
-        self.check_arms()
         if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
             raise ValueError(
                 f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
@@ -127,56 +109,18 @@ class WorkerConfig:
         return self.draft not in ("", "none")
 
     def check_models(self) -> None:
-        """Raises ValueError for an unknown backend, dtype, kind of weights or device."""
-        for name, known in (("backend", BACKENDS), ("dtype", DTYPES), ("weights", WEIGHTS)):
+        """Raises ValueError for an unknown backend, dtype or device."""
+        for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{flag(name)} {value!r} is not known; use {', '.join(known)}")
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:N")
-        if self.weights == "int8" and self.backend == "torch":
-            raise ValueError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
-
-    def check_addresses(self) -> None:
-        """Raises OSError for an address that is taken or named twice, ValueError for a malformed one."""
-        names = ("listen", "metrics_listen", "http_listen", "probe_listen")
-        given = {flag(name): getattr(self, name) for name in names if getattr(self, name)}
-        for name, address in given.items():
-            check_free(name, address)
-        for other, name in combinations(given, 2):
-            if same_port(split_address(other, given[other]), split_address(name, given[name])):
-                raise OSError(f"cannot listen on {given[name]}: {other} does already; choose another with {name}")
-
-    def check_arms(self) -> None:
-        """Raises ValueError for arms that the worker cannot run."""
-        if not self.arms:
-            return
-        if self.policy != "adaptive":
-            raise ValueError(f"--arms {self.arms!r} and --policy {self.policy} say different things: give one of them")
-        longest = max(choice.arm.speculation_length for choice in self.chosen_arms())
-        if longest > self.max_length:
-            raise ValueError(
-                f"--arms {self.arms!r} drafts {longest} tokens, over --max-length {self.max_length}: raise that, or draft "
-                "less"
-            )
-        if longest and not self.has_draft:
-            raise ValueError(f"--arms {self.arms!r} drafts {longest} tokens: give a --draft, or arms without one")
 
     @property
     def may_use_ngrams(self) -> bool:
         """True if any arm that the worker may run has n-grams."""
-        if self.policy == "adaptive" and not self.arms:
-            return self.ngram
-        return any(choice.arm.ngram for choice in self.chosen_arms())
-
-    def chosen_arms(self) -> tuple[Choice, ...]:
-        """Arms named by flags; none where a length or the controller decides. Raises ValueError naming the words."""
-        if self.arms:
-            try:
-                return parse_arms(self.arms, self.max_batch_size)
-            except ValueError as error:
-                raise ValueError(f"--arms: {error}") from None
-        named = self.policy == "n-gram" or (self.policy == "adaptive" and self.ngram and not self.has_draft)
-        return (Choice(1, self.max_batch_size, NGRAM),) if named else ()
+        arm = parse_policy(self.policy)
+        return arm.ngram if arm is not None else self.ngram and self.policy == "adaptive"
 
     def server_security(self) -> ServerSecurity:
         """Security of the Generate service. Raises ValueError for flags that exclude each other."""
@@ -193,7 +137,9 @@ class WorkerConfig:
         if self.metrics_listen:
             check_pages(self.metrics_listen, security, self.insecure)
         self.check_http()
-        self.check_addresses()
+        for name in ("listen", "metrics_listen", "http_listen", "probe_listen"):
+            if address := getattr(self, name):
+                check_free(flag(name), address)
 
     def check_http(self) -> None:
         """Raises ValueError for settings of the HTTP front that cannot work."""
@@ -216,19 +162,17 @@ class WorkerConfig:
         )
 
 
-def same_port(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """True if two addresses cannot both be listened on; a port 0 is any free one."""
-    hosts = {"127.0.0.1" if host == "localhost" else host for host, _ in (one, other)}
-    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(EVERYWHERE))
-
-
-def parse_policy(policy: str) -> tuple[str, int | None]:
-    """Kind and, for a fixed length, the length. Raises ValueError naming the value."""
-    match = POLICY.fullmatch(policy)
-    if match is None:
+def parse_policy(policy: str) -> Arm | None:
+    """The arm of a policy that names one; None for adaptive and profile. Raises ValueError naming the value."""
+    if policy in ("adaptive", "profile"):
+        return None
+    if policy == "none":
+        return PLAIN
+    fixed = FIXED.fullmatch(policy)
+    try:
+        return Arm(int(fixed[1])) if fixed else parse_arm(policy)
+    except ValueError:
         raise ValueError(
-            f"--policy {policy!r} is unknown: use adaptive, profile, n-gram, none or fixed:K with K a number"
-        )
-    if match.group(1) is not None:
-        return "fixed", int(match.group(1))
-    return policy, None
+            f"--policy {policy!r} is unknown: use adaptive, profile, none, fixed:K with K a number, or an arm, such as "
+            "n-gram or 'n-gram else draft 3'"
+        ) from None

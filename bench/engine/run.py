@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from speclen.bench.engine.forward_clock import ForwardClock
 from speclen.records import PLAIN, Arm, StepRecord
-from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig

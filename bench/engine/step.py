@@ -59,7 +59,7 @@ class Work:
     length: int | None = None
 
 
-@flags_from(WorkerConfig, "target", "draft", "device", "dtype", "weights")
+@flags_from(WorkerConfig, "target", "draft", "device", "dtype")
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
@@ -141,7 +141,6 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines
         "target": pair.target_name,
         "draft": pair.draft_name,
         "dtype": str(pair.dtype).removeprefix("torch."),
-        "weights": pair.weights,
         "machine": machine(pair.device),
         "settings": asdict(settings),
         "backends": {name: one.engine.backend for name, one in engines.items()},

@@ -44,7 +44,10 @@ def main() -> int:
     """0 if every part that could run did and every check passed. Speed never fails."""
     arguments = parser().parse_args()
     if not arguments.dry_run and not sees_a_gpu():
-        print("torch sees no CUDA device here; --dry-run goes through everything on the CPU", file=sys.stderr)
+        print(
+            "torch sees no CUDA device here: install a build of torch for it, or use --dry-run, which needs none",
+            file=sys.stderr,
+        )
         return 2
     begun, out = time.monotonic(), arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - begun:6.1f} s  {text}", flush=True)
 
-    without_vllm = unpack(arguments.bundle, arguments.dry_run)
+    without_vllm = "scripts/vllm_check runs it on a CPU" if arguments.dry_run else unpack(arguments.bundle)
     parts = parts_of(out, arguments.dry_run, arguments.bundle / "packages", without_vllm)
     outcomes = run_parts(parts, 60 * arguments.minutes - (time.monotonic() - begun), say)
     results = {part.result.stem: json.loads(part.result.read_text()) for part in parts if part.result.exists()}
@@ -83,17 +86,15 @@ def sees_a_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def unpack(bundle: Path, dry: bool) -> str:
+def unpack(bundle: Path) -> str:
     """Unpack a bundle's pieces (piece-1-of-2 and so on) beside them, once. Returns why there is no vLLM, "" if there is."""
     pieces, packages = sorted(bundle.glob("piece-*")), bundle / "packages"
-    if find_spec("vllm") is not None or (packages.exists() and not dry):
+    if find_spec("vllm") is not None or packages.exists():
         return ""
-    if dry:
-        return "there is no vLLM here"
     if not pieces:
         return f"there is no vLLM here, and no bundle of it in {bundle}: scripts/gpu/bundle.py makes one"
     if len(pieces) < (wanted := int(pieces[0].name.rpartition("-")[2])):
-        return f"{bundle} holds {len(pieces)} of the {wanted} pieces of its bundle"
+        return f"{bundle} holds {len(pieces)} of the {wanted} pieces of its bundle: carry the others there"
     whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))
     with tarfile.open(fileobj=whole, mode="r:xz") as archive:
         archive.extractall(bundle / "unpacking", filter="data")
@@ -106,39 +107,33 @@ def parts_of(out: Path, dry: bool, packages: Path, without_vllm: str) -> list[Pa
     site, flags = packages / "site", ["--dry-run"] if dry else []
     absent = [] if site.exists() else [name for name in NEEDED if find_spec(name) is None]
     without_own = f"not installed: {', '.join(absent)}" if absent else ""
-    models = DRY_MODELS if dry else MODELS
+    models = (DRY_MODELS if dry else MODELS).split()
 
     def module(name: str, *arguments: str) -> list[str]:
         return [sys.executable, "-m", f"speclen.bench.gpu.{name}", *arguments, *flags]
 
     def step(_: float) -> list[str]:
-        return [
-            *BENCH,
-            "step",
-            *models.split(),
-            *(DRY_STEPS if dry else STEPS).split(),
-            "--out",
-            str(out / "steps.json"),
-        ]
+        options = (*(DRY_STEPS if dry else STEPS).split(), "--out", str(out / "steps.json"))
+        return [*BENCH, "step", *models, *options]
 
     def serve(seconds: float) -> list[str]:
         minutes = 1.0 if dry else max(0.1, (seconds - BEFORE_ROUNDS_S) / 60)
         files = ("--minutes", str(minutes), "--reports", str(out / "own.db"), "--out", str(out / "own.json"))
-        return [*BENCH, "serve", *models.split(), *(DRY_SERVING if dry else SERVING).split(), *files]
+        return [*BENCH, "serve", *models, *(DRY_SERVING if dry else SERVING).split(), *files]
 
-    def vllm(runner: str, missing: str) -> Part:
+    def vllm(runner: str) -> Part:
         result = out / f"vllm-{runner}.json"
         command = module("vllm_serving", "--runner", runner, "--out", str(result))
         return Part(
-            result, 3.0, lambda seconds: [*command, "--seconds", str(seconds)], (site, packages / "vllm"), missing
+            result, 3.0, lambda seconds: [*command, "--seconds", str(seconds)], (site, packages / "vllm"), without_vllm
         )
 
     return [
-        Part(out / "checks.json", 1.0, lambda _: module("checks", "--out", str(out / "checks.json")), (site,)),
-        Part(out / "steps.json", 1.0, step, (site,), without_own),
+        Part(out / "checks.json", 2.0, lambda _: module("checks", "--out", str(out / "checks.json")), (site,)),
+        Part(out / "steps.json", 2.0, step, (site,), without_own),
         Part(out / "own.json", 5.0, serve, (site,), without_own),
-        vllm("v1", without_vllm),
-        vllm("v2", "it needs a GPU" if dry else without_vllm),
+        vllm("v1"),
+        vllm("v2"),
     ]
 
 

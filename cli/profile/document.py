@@ -15,7 +15,7 @@ from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.queries import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.samples import ProfileResult
+from speclen.worker.profiling.stats import ProfileResult
 
 FORMAT, VERSION = "speclen-profile", 1
 
@@ -24,15 +24,13 @@ FORMAT, VERSION = "speclen-profile", 1
 class ProfileDocument:
     """A whole profile and the context it was measured in.
 
-    draft_pass_s, context_slope_s: None where they are not known. details: how it was measured, for people: machine,
+    details: how it was measured, for people: machine,
     settings, command and commit; nothing of it is needed to use the profile.
     """
 
     context: ContextKey
     profile: Profile
     measured_at: str
-    draft_pass_s: float | None = None
-    context_slope_s: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -48,8 +46,6 @@ class ProfileDocument:
             "cells": [cell._asdict() for cell in profile.cells],
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
-            "draft_pass_s": self.draft_pass_s,
-            "context_slope_s": self.context_slope_s,
             "details": self.details,
         }
 
@@ -67,16 +63,10 @@ class ProfileDocument:
 
 def from_result(context: ContextKey, result: ProfileResult, source: str, details: dict[str, Any]) -> ProfileDocument:
     """A profile that was measured just now."""
-    cells = tuple(
-        ProfileCell(c.batch_size, c.speculation_length, c.step_s, c.step_s_stderr, c.num_steps, c.mean_context_length)
-        for c in result.cells
-    )
     return ProfileDocument(
         context=context,
-        profile=Profile(cells, result.survival, result.num_survival_rows, source=source),
+        profile=Profile(result.cells, result.survival, result.num_survival_rows, source=source),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        draft_pass_s=result.draft_pass_s,
-        context_slope_s=result.context_slope_s,
         details=details | {"elapsed_s": round(result.elapsed_s, 1), "largest_batch_size": result.largest_batch_size},
     )
 
@@ -123,8 +113,6 @@ def parse_document(content: dict[str, Any]) -> ProfileDocument:
         context=ContextKey(**content["context"]),
         profile=read_profile(request),
         measured_at=str(content.get("measured_at", "")),
-        draft_pass_s=content.get("draft_pass_s"),
-        context_slope_s=content.get("context_slope_s"),
         details=dict(content.get("details", {})),
     )
 

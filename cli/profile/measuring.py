@@ -19,8 +19,8 @@ from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.samples import ProfileSamples
-from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
+from speclen.worker.profiling.settings import ProfileSettings
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.identity import context_key
 
 
@@ -37,12 +37,17 @@ def file_stem(context: ContextKey) -> str:
 
 
 def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source: str) -> ProfileDocument:
-    """Measure until every cell is certain or time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
+    """Measure until the time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
     context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
     try:
         with (
             LiveLine() as line,
-            Profiler(pair, settings, prompts, lambda progress: line.show("profiling", words(progress))) as profiler,
+            Profiler(
+                pair,
+                settings,
+                prompts,
+                lambda elapsed_s: line.show("profiling", f": {settings.budget_s - elapsed_s:.0f} s left"),
+            ) as profiler,
         ):
             samples = profiler.run()
     except KeyboardInterrupt:
@@ -58,10 +63,6 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
     say_what_is_missing(settings, samples, len(result.cells))
     details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
     return from_result(context, result, source, details)
-
-
-def words(progress: ProfileProgress) -> str:
-    return f": at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
 
 
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:

@@ -42,13 +42,13 @@ DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controll
 CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
-MODELS = ("target", "draft", "device", "dtype", "weights")  # of `load`
+MODELS = ("target", "draft", "device", "dtype")  # of `load`
 
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
 FULL_BUDGET_S = 150.0
 SOURCE, QUICK_SOURCE = "speclen profile run", "speclen profile run --quick"
-BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
+BUDGET_HELP = f"Seconds of measuring; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
 
 
 @app.command()
@@ -59,7 +59,6 @@ def run(
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
     budget_s: float = typer.Option(0.0, min=0, help=BUDGET_HELP),
-    precision: float = typer.Option(0.03, min=0.001, max=1, help="Relative 95% interval at which a cell is done."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,
@@ -83,7 +82,7 @@ def run(
     set_spins()  # before torch is imported, by the next line
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
-    plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
+    plan = replace(plan, temperature=temperature, seed=seed, backend=settings["backend"])
     document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", out)
     if destination is not None:
         hand_over(document, destination)
@@ -202,14 +201,14 @@ def models_of(settings: dict[str, Any]) -> dict[str, str]:
     return {name: settings[name] for name in MODELS}
 
 
-def load(threads: int, target: str, draft: str, device: str, dtype: str, weights: str) -> ModelPair:
+def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:
     """The pair, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
     try:
-        pair = load_pair(target, draft_of(target, draft) or None, device, dtype, weights)
+        pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
     set_threads(threads, pair)

@@ -31,7 +31,7 @@ from speclen.worker.models.naming import check_names, draft_of
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
-OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
+OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
     *("max_workers", "cpus_per_worker", "gpus_per_worker"),
@@ -53,7 +53,6 @@ def up(
         "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
     ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
-    quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(
         False,
         help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
@@ -85,7 +84,7 @@ def up(
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     run = Run(data_dir, places, secrets.token_hex(8), client)
-    run_here(run, arguments({**options, "quick_profile_s": quick_profile_s}), demo, once)
+    run_here(run, arguments(options), demo, once)
 
 
 def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
@@ -129,7 +128,7 @@ def show_demo(run: Run, database: Path | None) -> None:
 
 def refuse_with_ray(context: typer.Context) -> None:
     """Raises UserError for a flag that Ray does not follow."""
-    for name in ("demo", "once", "controller", "quick_profile_s"):
+    for name in ("demo", "once", "controller"):
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
             raise UserError(f"{flag(name)} cannot be used with --ray: drop one of them")
 

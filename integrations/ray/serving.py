@@ -31,7 +31,6 @@ from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.server import (
-    ENGINE,
     SWITCH_INTERVAL_S,
     drain,
     make_async_engine,
@@ -74,7 +73,7 @@ class ServedWorker:
         """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         supervisor = Supervisor()
-        thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+        thread = EngineThread()
         thread.start()
         pair, engine, control = await asyncio.wrap_future(
             thread.call(load, config, lambda words: log.info(words, worker=worker_id))
@@ -119,7 +118,6 @@ class ServedWorker:
         self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
         await asyncio.to_thread(self.engine.admission.close)
-        await self.engine.close()
 
 
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:

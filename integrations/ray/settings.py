@@ -18,7 +18,7 @@ from speclen.worker.config import WorkerConfig
 NOT_OF_WORKERS = (
     *("listen", "controller", "http_listen", "metrics_listen", "worker_id", "run_id"),
     *("tls_cert", "tls_key", "tls_client_ca", "read_token_file", "controller_cert", "controller_key"),
-    *("quick_profile_s", "insecure"),
+    "insecure",
 )
 OF_WORKERS = set(settings_of(WorkerConfig)) - set(NOT_OF_WORKERS)
 QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once

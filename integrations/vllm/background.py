@@ -56,7 +56,7 @@ class Reporting:
             try:
                 asyncio.run(self._until_stopped())
             except Exception:
-                log.exception("reporting to the controller failed and begins anew", after_s=RESTART_S)
+                log.exception("reporting to the controller failed, and starts again", after_s=RESTART_S)
                 self._stopping.wait(RESTART_S)
 
     async def _until_stopped(self) -> None:

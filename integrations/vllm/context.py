@@ -154,15 +154,14 @@ def limits_of(lookup: Sequence[int], max_length: int) -> Limits:
 
 def configured_table(lookup: Sequence[int], policy: str, limits: Limits) -> ArmTable:
     """The lengths to use until a controller says others, by policy. Raises ValueError for a fixed length over the limit."""
-    kind, length = parse_policy(policy)
-    if kind in ("fixed", "none"):
-        length = length or 0
-        if length > limits.max_speculation_length:
+    arm = parse_policy(policy)
+    if arm is not None:
+        if arm.speculation_length > limits.max_speculation_length:
             raise ValueError(
                 f"--policy {policy} is over num_speculative_tokens, which is {limits.max_speculation_length}: raise that, "
                 "or use less"
             )
-        return ArmTable.constant(Arm(length), limits, "policy")
+        return ArmTable.constant(arm, limits, "policy")
     choices = []
     for value, sizes in groupby(range(1, limits.max_batch_size + 1), key=lambda size: lookup[size]):
         run = list(sizes)

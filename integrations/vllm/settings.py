@@ -37,9 +37,10 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         split_address(CONTROLLER, self.controller)
-        if parse_policy(self.policy)[0] == "n-gram":
+        arm = parse_policy(self.policy)
+        if arm is not None and arm.ngram:
             raise ValueError(
-                "--policy n-gram is not known here: vLLM's drafts come from what --speculative-config names"
+                f"--policy {self.policy} is not known here: vLLM's drafts come from what --speculative-config names"
             )
 
 

@@ -43,7 +43,10 @@ def register() -> None:
         modules = [import_module(name) for name in CAPTURING]
         lookups = [with_all_lengths(getattr(module, LOOKUP)) for module in modules]
     except Exception as error:  # whatever it is, vLLM would end: it calls this without a net
-        log.warning(f"vLLM's V2 model runner stays as it is, and may not follow the lengths that are chosen: {error}")
+        log.warning(
+            f"vLLM's V2 model runner stays as it is, and may draft more than the chosen length: {error}; "
+            "VLLM_USE_V2_MODEL_RUNNER=0 selects V1, which follows it"
+        )
         return
     speculator.propose = following(speculator.propose)
     for module, lookup in zip(modules, lookups, strict=True):
@@ -86,7 +89,7 @@ def remark(config: Any) -> str:
         piecewise = "PIECEWISE" in str(config.compilation_config.cudagraph_mode)
         return f"vLLM's V1 model runner has no full graphs where lengths change, {runner} has" if piecewise else ""
     if method == "draft_model" and not is_registered():
-        return f"{runner} drafts the largest length at every step: speclen is no package here, or not in VLLM_PLUGINS"
+        return f"{runner} drafts the largest length at every step: install speclen here, and name it in VLLM_PLUGINS if set"
     if method in ONE_PASS:
         return f"length 0 costs one pass of the draft on {runner} with the method {method}"
     return f"{runner} drafts the largest length with the method {method}: choices only shorten verification"

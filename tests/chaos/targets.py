@@ -18,7 +18,7 @@ from speclen.worker.requests.validation import check_request
 from speclen.worker.service.messages import to_request, to_request_id
 from tests.support.control_fakes import group, registration, report
 
-VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH, END_IDS = 2048, 1024, 8, (0, 1)
+VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH = 2048, 1024, 8
 PROFILE = control.ImportProfileRequest(
     context=control.ContextKey(target="t", draft="d", device="cpu", dtype="float32"),
     cells=[
@@ -84,7 +84,7 @@ class Targets:
         assert isinstance(message, generation.GenerateRequest)
         request_id = to_request_id(message)
         ids = message.tokenized.input_ids if message.WhichOneof("input") == "tokenized" else [1, 2, 3]
-        check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH, END_IDS)
+        check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH)
 
     def check(self) -> None:
         """After all that, an honest worker is still learned from, and every number can be worked with."""

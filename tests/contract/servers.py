@@ -128,5 +128,5 @@ def up(folder: Path) -> Server:
     """`speclen up` with one worker, whose address is the server's; not started."""
     address = free_address()
     where = ("--listen", address, "--controller", free_address(), "--http-listen", "", "--data-dir", str(folder))
-    what = ("--quick-profile-s", "0", "--device", "cpu", "--dtype", "float32", "--max-batch-size", "8")
+    what = ("--device", "cpu", "--dtype", "float32", "--max-batch-size", "8")
     return Server(folder / "up.log", address, "up", *where, *what)

@@ -23,7 +23,6 @@ from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.observing.metrics import WorkerMetrics, page_of
 from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.observing.tracing import Tracing
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
@@ -58,7 +57,6 @@ class HttpWorker:
     http: str = ""
     grpc: str = ""
     healthy: bool = True
-    tracing: Tracing | None = None
     server: HttpServer | None = None
     async_engine: AsyncEngine | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +79,7 @@ class HttpWorker:
         )
         unread_s = self.unread_timeout_s
         requests = RequestMetrics(metrics)
-        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s, self.tracing)
+        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s)
         page = page_of(metrics.registry, self.model)
         healthy = lambda: self.healthy and engine.serving  # noqa: E731
         front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
@@ -110,7 +108,6 @@ def http_worker(
     max_waiting: int = 256,
     pair: ModelPair | None = None,
     model: str = MODEL,
-    tracing: Tracing | None = None,
     **settings: Any,
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
@@ -119,7 +116,6 @@ def http_worker(
     control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, engine.limits, "default"), follow=False)
     timeouts = body_timeout_s, unread_timeout_s
     worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *timeouts, max_waiting, model)
-    worker.tracing = tracing
     started, stopping = threading.Event(), asyncio.Event()
     loop = worker.loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)

@@ -69,7 +69,7 @@ async def served(
     await server.start()
     thread = EngineThread()
     thread.start()
-    thread.serve(engine.run)
+    thread.call(engine.run)
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
         engine.stop()

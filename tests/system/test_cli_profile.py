@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from typer.testing import CliRunner
 
@@ -28,10 +25,8 @@ from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
-from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
-from speclen.worker.profiling.samples import ProfileSamples
-from speclen.worker.profiling.seeding import knows_context, profile_request
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker
@@ -64,7 +59,7 @@ def models(folders: tuple[str, str]) -> list[object]:
 def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a database, into which one profile was run."""
     data = tmp_path_factory.mktemp("data")
-    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4, "--precision", 0.5]
+    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4]
     result = call("run", *models(folders), *grid, "--data-dir", data, "--db", data / "s.db", "--out", data / "p.json")
     assert result.exit_code == 0
     assert "gain over 0" in result.stdout
@@ -282,41 +277,3 @@ def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> Non
     store.close()
     own_import(store.path)
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
-
-
-class KnowingController(rpc.ControlServiceServicer):
-    """Knows one context by a profile and one only by registration."""
-
-    def GetLearnedTable(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
-        if request.context.target == "unknown":
-            context.abort(grpc.StatusCode.NOT_FOUND, "no such context")
-        row = pb.LearnedRow(batch_min=1, batch_max=1, source=request.context.target)
-        return pb.GetLearnedTableResponse(tables=[pb.LearnedTable(context=request.context, rows=[row])])
-
-
-def test_a_worker_finds_out_whether_its_context_is_known() -> None:
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    rpc.add_ControlServiceServicer_to_server(KnowingController(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert knows_context(channel, pb.ContextKey(target="profile")) is True
-        assert knows_context(channel, pb.ContextKey(target="online")) is True
-        assert knows_context(channel, pb.ContextKey(target="prior")) is False
-        assert knows_context(channel, pb.ContextKey(target="unknown")) is False
-    server.stop(0).wait()
-    start = time.monotonic()
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        assert knows_context(channel, pb.ContextKey(target="profile"), timeout_s=0.5) is None
-    assert time.monotonic() - start < 20
-
-
-def test_a_request_of_a_quick_profile_carries_every_cell() -> None:
-    samples = ProfileSamples(
-        steps={(1, 0): [(0.01, 50.0, 0)] * 5, (2, 1): [(0.02, 50.0, 0)] * 5}, histograms={1: [2, 8]}
-    )
-    request = profile_request(pb.ContextKey(target="t"), samples.result(), "quick")
-    assert [(c.batch_size, c.speculation_length, c.num_steps) for c in request.cells] == [(1, 0, 5), (2, 1, 5)]
-    assert list(request.survival) == [0.8]
-    assert list(request.num_survival_rows) == [10]
-    assert not request.as_prior

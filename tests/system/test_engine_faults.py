@@ -16,7 +16,7 @@ from speclen.records import Arm
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.requests.request import DrainingError, EngineFailedError, FinishReason, SequenceOutput
+from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
@@ -100,34 +100,6 @@ def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
     assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
 
 
-def fail_on(engine: Engine, token: int) -> None:
-    """Let every pass fail that has a prompt with the token in it."""
-    honest = engine.target.forward
-
-    def failing(parts: list[PassPart]) -> list[torch.Tensor]:
-        if any((part.ids == token).any() for part in parts):
-            raise MemoryError
-        return honest(parts)
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-
-
-def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
-    engine, collected, alone = make_engine(), Collected(), make_engine()
-    running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
-    engine.submit(running, collected)
-    for _ in range(3):
-        engine.step()
-    fail_on(engine, 13)
-    for name, prompt in (("good", PROMPT), ("bad", [13, 13]), ("late", PROMPT)):
-        engine.submit(request(name, prompt, max_tokens=8, ignore_eos=True), collected)
-    finish(engine)
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert collected.ids("running") == generate(alone, running).ids("running")
-    assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
-    assert engine.load().num_kv_tokens_used == 0
-
-
 @pytest.mark.parametrize("broken", ["draft", "verification"])
 def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""
@@ -169,25 +141,13 @@ def test_a_failing_callback_is_the_callers_problem() -> None:
 # The engine's own end.
 
 
-def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
-    engine = make_engine()
-    collected = Collected()
-    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
-    engine.drain()
-    with pytest.raises(DrainingError, match="draining"):
-        engine.submit(request("y", PROMPT), collected)
-    finish(engine)
-    assert len(collected.ids("x")) == 10
-
-
 class Running:
-    """An engine that runs on an EngineThread, and what its callers and its watcher are told."""
+    """An engine that runs on an EngineThread, and what its callers are told."""
 
     def __init__(self, **settings: Any) -> None:
         self.engine = make_engine(**settings)
         self.collected, self.ended = Collected(), threading.Semaphore(0)
-        self.failures: list[BaseException] = []
-        self.thread = EngineThread(self.failures.append)
+        self.thread = EngineThread()
         self.thread.start()
 
     def tell(self, output: SequenceOutput) -> None:
@@ -199,14 +159,15 @@ class Running:
         self.engine.submit(request(name, PROMPT, ignore_eos=True, **sampling), self.tell)
 
     def start(self) -> Future[None]:
-        return self.thread.serve(self.engine.run)
+        self.future = self.thread.call(self.engine.run)
+        return self.future
 
     def wait(self, num_ended: int = 1) -> None:
         assert all(self.ended.acquire(timeout=30) for _ in range(num_ended))
 
     def stop(self) -> None:
         self.engine.stop()
-        assert self.thread.call(int).result(30) == 0
+        assert self.future.result(30) is None
 
 
 def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +185,6 @@ def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.Monke
     running.stop()
     assert running.engine.load().num_kv_tokens_used == 0
     assert running.engine.scheduler.num_reserved_tokens == 0
-    assert running.thread.failure is None
 
 
 def fail(*args: object, **options: object) -> NoReturn:
@@ -260,7 +220,7 @@ def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(m
         make_engine(), request("x", PROMPT, max_tokens=8, ignore_eos=True)
     ).ids("x")
     running.stop()
-    assert running.engine.failure is running.thread.failure is None
+    assert running.engine.failure is None
     assert engines.DEVICE.type != "cpu" or running.engine.target.pool.num_bytes_held() == 0
 
 
@@ -292,7 +252,7 @@ def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch,
         running.submit("late")
     with pytest.raises(EngineFailedError):
         future.result(30)
-    assert running.failures == [running.thread.failure] == [engine.failure]
+    assert engine.failure is future.exception()
     assert engine.failure is not None
     assert engine.failure.__cause__ is error
     assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)

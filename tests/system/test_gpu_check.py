@@ -111,11 +111,10 @@ def test_a_bundle_is_put_together_from_its_pieces(tmp_path: Path) -> None:
         entry = tarfile.TarInfo("site/package.py")
         entry.size = 5
         archive.addfile(entry, io.BytesIO(b"x = 1"))
-    assert "no bundle of it" in run.unpack(tmp_path, dry=False)
+    assert "no bundle of it" in run.unpack(tmp_path)
     half = len(whole.getvalue()) // 2
     (tmp_path / "piece-1-of-2").write_bytes(whole.getvalue()[:half])
-    assert "1 of the 2 pieces" in run.unpack(tmp_path, dry=False)
+    assert "1 of the 2 pieces" in run.unpack(tmp_path)
     (tmp_path / "piece-2-of-2").write_bytes(whole.getvalue()[half:])
-    assert run.unpack(tmp_path, dry=True) == "there is no vLLM here"
-    assert run.unpack(tmp_path, dry=False) == ""
+    assert run.unpack(tmp_path) == ""
     assert (tmp_path / "packages" / "site" / "package.py").read_text() == "x = 1"

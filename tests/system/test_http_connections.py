@@ -87,14 +87,6 @@ def test_endless_trailers_end_the_connection_and_are_kept_nowhere(worker, monkey
     assert max(num_headers) == 1 + len(CHUNKED)
 
 
-def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
-    body = json.dumps({"prompt": "a " * 20_000}).encode()
-    with connected(worker) as one:
-        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
-        one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
-        assert b" 200 " in one.recv(4096)
-
-
 def test_a_client_that_does_not_read_is_cut_off():
     body = {"prompt": "a", "max_tokens": 250, "n": 64, "stream": True, "logprobs": 20, "ignore_eos": True}
     content = json.dumps(body).encode()
@@ -179,40 +171,6 @@ async def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_
             await asyncio.sleep(0.02)
         assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
         writer.transport.abort()
-
-
-def test_chunks_are_not_held_back(worker):
-    """Nagle's algorithm waits for the client to acknowledge the last chunk, which it does after 40 ms."""
-    with connected(worker) as one:
-        one.sendall(head("GET /health", {}))
-        assert b" 200 " in one.recv(4096)
-        (connection,) = worker.server.server_state.connections
-        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
-    content = json.dumps({"prompt": "a", "max_tokens": 250, "ignore_eos": True}).encode()
-    request = completion(content)
-    with connected(worker) as one:
-        one.sendall(request * 3)
-        until(lambda: worker.engine.load().num_running)
-    ended = worker.engine.load().num_generated_tokens
-    until_idle(worker.engine)
-    assert worker.engine.load().num_generated_tokens < ended + 200
-
-
-def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(worker):
-    content = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True}).encode()
-    request = completion(content)
-    for ahead in (request, request[:40], b"\x00 nonsense\r\n\r\n", request * 50):
-        with connected(worker) as one:
-            one.sendall(request + ahead)
-            answer = b""
-            while piece := one.recv(65_536):
-                answer += piece
-            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
-            assert b"connection: close" in answer.lower()
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
 
 
 def test_hundreds_of_disconnects_leave_nothing_behind(worker):

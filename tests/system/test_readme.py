@@ -39,7 +39,6 @@ class Terminal:
             "SPECLEN_UP_CONTROLLER": self.controller,
             "SPECLEN_UP_LISTEN": self.worker,
             "SPECLEN_UP_HTTP_LISTEN": free_address(),
-            "SPECLEN_UP_QUICK_PROFILE_S": "2",
             "SPECLEN_UP_MAX_BATCH_SIZE": "4",
             "SPECLEN_CLIENT_WORKER": self.worker,
             "COLUMNS": "80",

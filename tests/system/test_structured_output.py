@@ -165,22 +165,6 @@ def test_branches_of_which_one_must_fit_are_read_as_any_that_fits(worker: HttpWo
     assert post(worker, structured_outputs={"json": overlapping}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (pb.StructuredOutput(), "structured_output is empty"),
-        (pb.StructuredOutput(json_object=False), "structured_output is empty"),
-        (pb.StructuredOutput(regex="["), "structured_output.regex '[' cannot be used: unclosed character class"),
-        (pb.StructuredOutput(choice=pb.StructuredOutput.Choices()), "structured_output.choice has 0 choices"),
-    ],
-)
-def test_over_grpc_too(worker: HttpWorker, wanted: pb.StructuredOutput, words: str) -> None:
-    with pytest.raises(grpc.RpcError) as raised:
-        over_grpc(worker, wanted)
-    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert words in raised.value.details()
-
-
 def test_a_worker_without_the_library_says_so(worker: HttpWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = post(worker, structured_outputs={"regex": "never asked for before"})

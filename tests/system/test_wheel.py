@@ -72,7 +72,6 @@ def test_what_is_imported_is_declared() -> None:
 HOSTS = {"vllm"}
 # Distributions under another name than what they import as.
 DISTRIBUTIONS = {
-    "opentelemetry": "opentelemetry-api",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",

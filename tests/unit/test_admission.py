@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from speclen.worker.observing.metrics import WorkerMetrics
@@ -123,24 +122,3 @@ async def test_a_request_of_64_sequences_holds_up_nobody() -> None:
         await settled()
     assert await many == [FinishReason.LENGTH] * 64
     assert [await other for other in others] == [[FinishReason.LENGTH]] * 2
-
-
-@pytest.mark.parametrize("end", ["abort", "cancel"])
-async def test_whoever_ends_a_request_ends_what_waits_of_it_too(end: str) -> None:
-    worker = Worker(width=2)
-    many, other = asyncio.create_task(worker.read("many", n=9)), asyncio.create_task(worker.read("other", n=2))
-    await settled()
-    if end == "abort":
-        assert worker.async_engine.abort("many")
-        assert not worker.async_engine.abort("many")
-        assert await many == [FinishReason.ABORT] * 9
-    else:
-        many.cancel()
-    while len(worker.engine.came) < 4:
-        await asyncio.sleep(0.001)
-    assert worker.engine.came == ["many"] * 2 + ["other"] * 2
-    worker.engine.end(2)
-    assert await other == [FinishReason.LENGTH] * 2
-    await asyncio.wait([many])
-    assert worker.fair_queue.expected_wait_s("anybody") == 0.0
-    assert worker.async_engine.num_open == 0

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from speclen.worker.http.logprobs import completion_logprobs
-from speclen.worker.http.responses import to_json
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.requests.request import FinishReason, RequestFailedError, TokenLogprobs
+from speclen.worker.requests.request import FinishReason, RequestFailedError
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule
 from speclen.worker.service.async_engine import error_of
@@ -135,29 +131,3 @@ def test_rows_are_cut_where_their_logits_break(temperature: float, seed: int | N
             ids = torch.cat([ids, rule.propose(certain[:, :1], ids)[:, None]], dim=1)
         num_accepted, _ = rule.decide(broken, ids, None)
         assert num_accepted.tolist() == [1, -1, 3]
-
-
-def test_drafts_from_broken_logits_leave_the_targets_distribution() -> None:
-    """20,000 draws of one token each; a share off by 0.02 would be six standard deviations."""
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    count = 20_000
-    for rule_at in (0, 1):
-        batch = BatchSampling([RowSampling(1.0) for _ in range(count)], torch.device("cpu"))
-        generator = torch.Generator().manual_seed(1)
-        host = HostRule(batch.for_host, [0] * count, generator)
-        rule: Any = (host, SamplingRule(batch, torch.zeros(count, dtype=torch.long), generator))[rule_at]
-        ids = rule.propose(torch.full((count, 1, 4), math.nan), torch.empty(count, 0, dtype=torch.long))[:, None]
-        num_accepted, tokens = rule.decide(probs.log().expand(count, 2, 4), ids, None)
-        assert num_accepted.min() >= 0
-        shares = np.bincount(tokens[:, 0].numpy(), minlength=4) / count
-        assert np.abs(shares - probs.numpy()).max() < 0.02
-
-
-def test_json_holds_no_numbers_that_it_has_not() -> None:
-    numbers = (math.nan, math.inf, -math.inf, -0.5)
-    logprobs = [TokenLogprobs(number, (1, 2), (number, -1.0)) for number in numbers]
-    shape = completion_logprobs([1] * len(numbers), logprobs, lambda ids: f"<{ids[0]}>", 0)
-    assert shape["token_logprobs"] == [-9999.0, -9999.0, -9999.0, -0.5]
-    json.loads(to_json(shape), parse_constant=pytest.fail)
-    with pytest.raises(ArithmeticError, match="JSON has not"):
-        to_json({"value": math.nan})

@@ -49,26 +49,6 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe)
 
 
-@pytest.mark.parametrize("together", [1, 8, 45])
-def test_a_long_run_of_spaces_survives_in_any_cut(together: int) -> None:
-    """Tokens that show nothing alone, of which no more than some are held as context."""
-    decode = make_decode(sentencepiece_style(), True)
-    ids = [1] + [4] * 42 + [2, 1]
-    detokenizer = Detokenizer(decode)
-    pieces = [detokenizer.push(ids[at : at + together]) for at in range(0, len(ids), together)]
-    assert "".join(pieces) + detokenizer.flush() == decode(ids) == "the" + 42 * " " + " draft the"
-
-
-def test_characters_of_several_byte_tokens_may_follow_each_other() -> None:
-    """Byte tokens in a row are decoded as one run there, which is no text at all until its last byte has come."""
-    decode = make_decode(sentencepiece_style(), True)
-    text = "é北🙂é"
-    detokenizer = Detokenizer(decode)
-    pieces = [detokenizer.push([5 + byte]) for byte in text.encode()]
-    assert "".join(pieces) == text
-    assert [piece for piece in pieces if piece] == list(text)
-
-
 def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
     detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
     broken = tiny_models.tokenizer().encode("é")[:1]

@@ -207,22 +207,6 @@ def test_the_first_step_of_another_length_is_flagged_where_the_backend_takes_lon
     assert script.records[9].batch_size == 1
 
 
-def test_every_row_keeps_to_its_own_length() -> None:
-    engine = make_engine(chooser=3, max_batch_size=4)
-    requests = [
-        request(str(length), PROMPT, fixed_length=length, max_tokens=30, ignore_eos=True) for length in (0, 1, 5)
-    ]
-    collected = generate(engine, *requests, request("table", PROMPT, max_tokens=30, ignore_eos=True))
-    assert collected.last("0").num_draft_tokens == 0
-    for name, length in (("1", 1), ("5", 5), ("table", 3)):
-        last = collected.last(name)
-        # Fewer at the end, where no row can use more.
-        assert length * (last.num_steps - 3) < last.num_draft_tokens <= length * last.num_steps
-    assert len({tuple(collected.ids(name)) for name in ("0", "1", "5", "table")}) == 1
-    assert len(collected.ids("0")) == 30
-    assert collected.last("0").num_steps == 29  # the first token came with the prompt
-
-
 # Joining, leaving, refusing.
 
 
@@ -243,11 +227,6 @@ def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
     finish(engine)
     assert len(collected.ids("good")) == 8
     assert set(collected.outputs) == {("good", 0)}
-
-
-def test_a_request_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_tokens is 100.*113 tokens of KV.*only 64"):
-        make_engine(max_kv_tokens=64).submit(request("x", [1] * 5, max_tokens=100), Collected())
 
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])

@@ -15,7 +15,7 @@ from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine.engine import Engine
 from speclen.worker.evaluation import evaluator as evaluating
 from speclen.worker.evaluation.counting import ArmCounts, EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
-from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, make_pair, request
+from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request
 
 MAX_LENGTH = 4
 LIMITS = Limits(4, MAX_LENGTH, ngram=True)
@@ -183,20 +183,6 @@ def test_requests_unlike_the_others_are_not_evaluated(always: None, settings: di
     chooser = Arms(Arm(2), wants_evaluations=True)
     generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))
     assert not told_by(chooser)
-
-
-@pytest.mark.parametrize(("draft", "ngram", "num_arms"), [(True, True, 10), (True, False, 5), (False, True, 2)])
-def test_there_are_counts_for_the_arms_that_exist(always: None, draft: bool, ngram: bool, num_arms: int) -> None:
-    pair = make_pair()
-    if not draft:
-        pair.draft = None
-    chooser = Arms(Arm(2, ngram), wants_evaluations=True)
-    engine = make_engine(pair, chooser, ngram=ngram, max_speculation_length=MAX_LENGTH if draft else 0)
-    generate(engine, request("x", [5, 6, 7, 8] * 5, max_tokens=30, ignore_eos=True))
-    (told,) = told_by(chooser)
-    assert len(told.num_steps) == len(told.num_drafted_steps) == len(told.num_verified_tokens) == num_arms
-    assert told.num_steps[0] == told.num_verified_tokens[0] == told.num_tokens
-    assert len(engine.limits.arms()) == num_arms
 
 
 LONG = {"max_tokens": 90, "ignore_eos": True}

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from speclen.worker.requests.request import QueueFullError
-from speclen.worker.service.aside import Aside
-from speclen.worker.service.fair_queue import FairQueue
+from speclen.worker.service.fair_queue import Aside, FairQueue
 
 
 class Requests:

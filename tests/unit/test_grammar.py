@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from speclen.worker.sampling.noise import make_key
-from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
+from speclen.worker.sampling.rules import BatchSampling, RowSampling
 from speclen.worker.sampling.verification import acceptance, recovery
 from speclen.worker.structured.grammar import Grammar, StepGrammars
 
@@ -90,59 +89,6 @@ def chain(logits: torch.Tensor, temperature: float, length: int) -> dict[tuple[i
                 longer[(*output, token)] = probability * share
         found = longer
     return found
-
-
-def draw(rows: list[RowSampling], k: int, length: int, caps: list[int] | None, seed: int) -> list[tuple[int, ...]]:
-    """Outputs of table models, `length` tokens each; the draft may propose k tokens a step."""
-    generator, batch = torch.Generator().manual_seed(seed), BatchSampling(rows, torch.device("cpu"))
-    outputs: list[list[int]] = [[] for _ in rows]
-    ended = [False] * len(rows)
-    while any(len(output) < length and not done for output, done in zip(outputs, ended, strict=True)):
-        last = torch.tensor([output[-1] if output else 0 for output in outputs])
-        rule = SamplingRule(batch, torch.tensor([len(output) for output in outputs]), generator)
-        draft_ids = torch.zeros(len(rows), k, dtype=torch.long)
-        current = last
-        for column in range(k):
-            current = rule.propose(DRAFT[current][:, None], draft_ids[:, :column])
-            draft_ids[:, column] = current
-        context = torch.cat([last[:, None], draft_ids], dim=1)
-        limits = None if caps is None else torch.tensor(caps)
-        num_accepted, tokens = rule.decide(TARGET[context], draft_ids, limits)
-        for at, (count, new) in enumerate(zip(num_accepted.tolist(), tokens.tolist(), strict=True)):
-            if ended[at] or len(outputs[at]) >= length:
-                continue
-            new = new[: count + 1]
-            ended[at] = END in new
-            outputs[at] += new[: new.index(END) + 1] if ended[at] else new
-            grammar = rows[at].grammar
-            if grammar is not None and not ended[at]:
-                grammar.append(new)
-    return [tuple((output + [END] * length)[:length]) for output in outputs]
-
-
-@pytest.mark.parametrize("seeded", [False, True])
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_sampled_outputs_follow_the_restricted_target(k: int, seeded: bool) -> None:
-    """Chi-square over all outputs of three tokens that are expected five times; wrong once in 1,000 seeds."""
-    n = 6000
-    rows = [
-        RowSampling(
-            temperature=0.8,
-            key=make_key(row, 0) if seeded else None,
-            grammar=Grammar(TableMatcher(TABLE), VOCAB, [END]).start(),
-        )
-        for row in range(n)
-    ]
-    counts: dict[tuple[int, ...], int] = {}
-    for output in draw(rows, k, 3, None, seed=k):
-        counts[output] = counts.get(output, 0) + 1
-    law = chain(TARGET, 0.8, 3)
-    assert set(counts) <= set(law), "an output that the grammar forbids"
-    expected = {output: n * share for output, share in law.items() if n * share >= 5}
-    statistic = sum((counts.get(output, 0) - mean) ** 2 / mean for output, mean in expected.items())
-    degrees = len(expected) - 1
-    assert degrees > 12
-    assert statistic < degrees + 3.3 * (2 * degrees) ** 0.5 + 6
 
 
 def test_exactly_the_restricted_target_whatever_is_drafted() -> None:

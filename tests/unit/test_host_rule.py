@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from speclen.worker.sampling import noise
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
@@ -70,11 +69,3 @@ def test_what_was_not_proposed_is_not_looked_at() -> None:
         assert (accepted <= caps).all()
         assert tokens.min() >= 0
         assert tokens.max() < VOCAB
-
-
-def test_a_large_vocabulary_is_worked_on_in_pieces_with_the_same_numbers() -> None:
-    keys, positions = np.array([make_key(1, 0), make_key(2, 0)]), np.array([5, 6])
-    large = noise.exponential_on_host(keys, positions, 3 * noise.CACHED + 5)
-    assert np.array_equal(large[:, :VOCAB], noise.exponential_on_host(keys, positions, VOCAB))
-    last = noise.exponential(torch.from_numpy(keys[1:]), torch.from_numpy(positions[1:, None]), 3 * noise.CACHED + 5)
-    assert np.array_equal(large[1], last[0, 0].numpy())

@@ -53,7 +53,6 @@ ALLOWED = {
         "worker.structured",
         "worker.service.async_engine",
         "worker.service.relay",
-        "worker.observing.tracing",
     },
     "worker.observing": {"transport", "worker.engine", "worker.reporting", "worker.requests"},
     "worker.service": {

@@ -64,10 +64,9 @@ def test_settings_ports_and_probes_belong_together(kind):
         assert container[probe]["grpc"]["port"] == probed
     settings = {name.removeprefix(prefix).lower(): value for name, value in given.items() if value}
     settings = {name: value for name, value in settings.items() if name not in ("insecure", "worker_id")}
-    numbers = {"drain_timeout_s", "quick_profile_s"}
     CONFIGS[kind](
         **{
-            name: float(value) if name in numbers else Path(value) if value.startswith("/") else value
+            name: float(value) if name == "drain_timeout_s" else Path(value) if value.startswith("/") else value
             for name, value in settings.items()
         },
         insecure=True,

@@ -117,20 +117,3 @@ def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypa
         (tmp_path / name / "memory.current").write_text(f"{used}\n")
         (tmp_path / name / "memory.stat").write_text(f"anon 5\ninactive_file {caches}\n")
     assert free_memory(torch.device("cpu")) == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "quotas", "expected"),
-    [
-        ("/", {}, float("inf")),
-        ("/", {"": "max 100000"}, float("inf")),
-        ("/", {"": "400000 100000"}, 4.0),  # a container sees its own group as the root
-        ("/pods/one", {"pods": "150000 100000", "pods/one": "max 100000"}, 1.5),
-    ],
-)
-def test_a_quota_is_counted_in_cores(tmp_path, monkeypatch, path, quotas, expected):
-    grouped(tmp_path, monkeypatch, path)
-    for name, quota in quotas.items():
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / "cpu.max").write_text(f"{quota}\n")
-    assert control_groups.cores() == expected

@@ -161,19 +161,6 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
         check_model(one, model, "model")
 
 
-def test_a_model_that_ignores_positions_is_caught() -> None:
-    model = tiny_models.build("llama")
-    ours = private_copy(model)
-    plain = ours.forward
-
-    def ignoring(*args: Any, position_ids: torch.Tensor | None = None, **options: Any) -> Any:
-        return plain(*args, position_ids=None, **options)
-
-    ours.forward = ignoring
-    with pytest.raises(ModelError, match="gives other logits"):
-        check_model(cached(ours), model, "model")
-
-
 @pytest.mark.parametrize(("first_token", "first_query"), [(128, 1), (0, 3)])
 def test_kernels_are_looked_at_beyond_their_first_keys_and_queries(first_token: int, first_query: int) -> None:
     """Story: the longest row had 48 tokens and the widest pass two queries, while the kernels take in 128 keys at once."""

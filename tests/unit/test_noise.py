@@ -50,21 +50,3 @@ def test_the_numbers_are_those_of_the_definition() -> None:
         row = splitmix(key + position * GOLDEN)
         bits = splitmix(row + (token + 1) * GOLDEN) >> 11
         assert float(found[token]) == pytest.approx(-math.log1p(-(bits + 0.5) * 2.0**-53), rel=3e-7)
-
-
-def test_noise_is_exponential() -> None:
-    """Kolmogorov-Smirnov distance of 2 million values: more than 1.95 / sqrt(n) once in 1,000; the seed is fixed."""
-    keys = torch.tensor([make_key(seed, 0) for seed in range(64)])
-    values = exponential(keys, torch.arange(32).expand(64, 32), 1000).flatten().double().sort().values
-    n = len(values)
-    distance = (1 - torch.exp(-values) - torch.arange(1, n + 1) / n).abs().max()
-    assert values.min() > 0
-    assert float(distance) < 1.95 / math.sqrt(n)
-
-
-def test_neighbouring_positions_and_tokens_are_uncorrelated() -> None:
-    """Correlation over 1 million pairs has standard deviation 0.001; 0.004 is four of them, and the seed is fixed."""
-    keys = torch.tensor([make_key(seed, 0) for seed in range(32)])
-    noise = exponential(keys, torch.arange(33).expand(32, 33), 1000) - 1
-    for other in (noise[:, 1:, 1:] * noise[:, :-1, 1:], noise[:, 1:, 1:] * noise[:, 1:, :-1]):
-        assert abs(float(other.mean())) < 0.004

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from speclen.worker.requests.request import FinishReason, SequenceOutput
-from speclen.worker.service.async_engine import MOST_AT_ONCE, AsyncEngine, in_parts
+from speclen.worker.service.async_engine import MOST_AT_ONCE, in_parts
 from speclen.worker.service.relay import OutputRelay, OutputStream
 
 
@@ -79,32 +79,3 @@ def test_what_gathered_is_sent_in_parts(sizes):
     assert all(parts)
     assert all(sum(len(one.token_ids) for one in part[:-1]) < MOST_AT_ONCE for part in parts)
     assert len(parts) <= 1 + sum(sizes) // MOST_AT_ONCE
-
-
-async def test_who_gives_up_while_a_thread_works_for_it_is_not_in_the_way_of_the_next_try():
-    """The id was told to be in use, which no client tries again."""
-
-    engine = AsyncEngine(None, None, None, 0.01, 30.0)
-    working = asyncio.Event()
-
-    async def first():
-        async with engine.open("x"):
-            try:
-                await asyncio.sleep(60)
-            finally:
-                await asyncio.shield(working.wait())  # as the preparation of a prompt or a grammar does
-
-    async def second():
-        async with engine.open("x"):
-            return "served"
-
-    trying = asyncio.create_task(first())
-    await asyncio.sleep(0.01)
-    with pytest.raises(ValueError, match="already running"):
-        await second()
-    trying.cancel()
-    again = asyncio.create_task(second())
-    await asyncio.sleep(0.05)
-    assert not again.done()
-    working.set()
-    assert await again == "served"

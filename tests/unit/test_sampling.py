@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from speclen.worker.sampling.verification import accept_matching, acceptance, distribution, recovery, verify
+from speclen.worker.sampling.verification import accept_matching, acceptance, distribution, recovery
 
 VOCAB = 3
 
@@ -106,24 +106,6 @@ def test_recovery_of_equal_distributions_is_the_target_itself() -> None:
     """A rejection there can only be a rounding error; the difference of the two would name no token at all."""
     probs = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
     assert recovery(probs, probs[:, :1], torch.tensor([0])).tolist() == [[0.25, 0.75]]
-
-
-def test_verify_follows_the_target_in_frequencies() -> None:
-    """Chi-square of the first output token over 200,000 draws, 4 degrees of freedom.
-
-    A correct rule exceeds 18.47 once in 1,000 seeds; this seed is fixed, so the test never flickers.
-    """
-    n = 200_000
-    target = torch.tensor([0.05, 0.4, 0.3, 0.05, 0.2])
-    draft = torch.tensor([0.3, 0.1, 0.3, 0.25, 0.05])
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.multinomial(draft, n, replacement=True, generator=generator)[:, None]
-    num_accepted, following = verify(target.expand(n, 2, 5), draft.expand(n, 1, 5), ids, None, generator)
-    first = torch.where(num_accepted == 1, ids[:, 0], following)
-    counts = torch.bincount(first, minlength=5)
-    assert float(((counts - n * target) ** 2 / (n * target)).sum()) < 18.47
-    # It also accepts as often as the overlap of the two distributions allows: sum of minima = 0.05+0.1+0.3+0.05+0.05.
-    assert num_accepted.float().mean().item() == pytest.approx(0.55, abs=0.005)
 
 
 @pytest.mark.parametrize(

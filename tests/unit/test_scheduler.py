@@ -78,7 +78,7 @@ def test_first_come_first_served() -> None:
     end(queue, queue.rows[0])
     assert admitted(queue) == ["e"]
     assert names(queue.rows) == ["b", "c", "d", "e"]
-    assert queue.num_waiting == 1
+    assert len(queue.waiting) == 1
 
 
 def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:

@@ -175,21 +175,6 @@ def test_holders_of_tokens_are_told_apart_wherever_they_are() -> None:
     assert first == elsewhere != second
 
 
-async def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It used to end with status OK and the finish reason of a request that somebody aborted."""
-
-    async with served() as service:
-        with monkeypatch.context() as broken:
-            broken.setattr(service.engine.runner, "launch", lambda plan: 1 / 0)
-            code, details = await service.fails(pb.GenerateRequest(text="a b", sampling_params=ENDLESS))
-        assert code == "INTERNAL"
-        assert details == "ZeroDivisionError: division by zero: the request has ended, try it again"
-        answered = await service.all(pb.GenerateRequest(text="a b", sampling_params=pb.SamplingParams(max_tokens=3)))
-        assert answered[-1].complete.finish_reason == pb.FINISH_REASON_LENGTH
-
-
 async def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,6 @@ from speclen.worker.backends.spinning import SPINS, set_spins
 from speclen.worker.backends.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import FinishReason
 from tests.support.engines import generate, make_engine, make_pair, request
 
@@ -135,18 +134,6 @@ def test_threads_that_cannot_be_had_end_no_request_and_are_not_asked_for_again()
     assert collected.last("a").finish_reason is FinishReason.LENGTH
     assert asked == [number + 1, number]
     assert engine.num_threads == number
-
-
-def test_what_ends_the_serving_loop_is_kept_and_told_once():
-    told = []
-    thread = EngineThread(on_failure=told.append)
-    thread.start()
-    thread.serve(lambda: None).result(5.0)
-    assert thread.failure is None
-    with pytest.raises(ZeroDivisionError):
-        thread.serve(lambda: 1 / 0).result(5.0)  # type: ignore[arg-type, return-value]
-    assert isinstance(thread.failure, ZeroDivisionError)
-    assert told == [thread.failure]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from speclen.worker.requests.validation import check_request
 VOCAB, CONTEXT, LENGTH = 100, 32, 8
 
 
-def check(
-    prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, ends: tuple[int, ...] = (0,), **sampling: Any
-) -> None:
+def check(prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, **sampling: Any) -> None:
     request = GenerationRequest("r", prompt, SamplingParams(**sampling), fixed_length)
-    check_request(request, VOCAB, CONTEXT, LENGTH, ends)
+    check_request(request, VOCAB, CONTEXT, LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +93,3 @@ def test_own_lengths_stay_within_the_workers(length: int) -> None:
     with pytest.raises(ValueError, match=f"speculation.length is {length}, allowed are 0 to 8"):
         check(fixed_length=length)
     check(fixed_length=8)
-
-
-def test_something_must_be_left_to_come_before_min_tokens() -> None:
-    """Story: with two end tokens, and all others named, a row had nothing to choose from."""
-    but_two, but_one = tuple(range(2, VOCAB)), tuple(range(1, VOCAB))
-    check(ends=(0,), stop_token_ids=but_two, min_tokens=1)
-    check(ends=(0, 1), stop_token_ids=but_two)
-    check(ends=(0, 1), stop_token_ids=but_two, min_tokens=1, ignore_eos=True)
-    for ends, named in ((0, 1), but_two), ((0,), but_one), ((), tuple(range(VOCAB))):
-        with pytest.raises(ValueError, match=f"stop_token_ids names {len(named)} of 100 tokens"):
-            check(ends=ends, stop_token_ids=named, min_tokens=1)

@@ -134,7 +134,7 @@ def test_what_is_missing_is_one_line_and_vllm_stays_as_it_is(runner, monkeypatch
         (True, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
         (True, True, "eagle", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
         (True, True, "dflash", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
-        (False, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "no package here"),
+        (False, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "install speclen here"),
         (False, False, "draft_model", "NONE", None),
     ],
 )

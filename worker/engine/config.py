@@ -20,13 +20,10 @@ class EngineConfig:
     max_cached_tokens: int = 8192  # of the prefix cache; OpenVINO only
     prefill_chunk: int = 256  # prompt tokens per step: bounds the delay of decoding sequences
     seed: int | None = None  # of requests without a seed; None: random
-    backend: str = (
-        "auto"  # auto: OpenVINO where it is installed and runs the models exactly, else torch; or one of the two
-    )
+    backend: str = "auto"  # OpenVINO where it is installed and runs the models exactly, else torch
     check_models: bool = True  # compare each model with its plain forward before serving
     max_recordings: int = 256  # CUDA graphs kept on a GPU, the least recently used is evicted; 0: none
     record_ahead_s: float = 30.0  # for capturing graphs at the start, at most
-    rewrite_models: bool = True  # run Llama-style models with fewer operators
 
     @property
     def max_proposed_tokens(self) -> int:

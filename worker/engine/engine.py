@@ -106,7 +106,7 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raises ValueError naming the field of a request that this engine cannot serve."""
         limits = self.max_context_length, self.config.max_speculation_length
-        check_request(request, self.pair.vocab_size, *limits, self.pair.eos_token_ids)
+        check_request(request, self.pair.vocab_size, *limits)
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Take all sequences of a request. Raises as `check`, `sequences` and `take`."""
@@ -140,10 +140,6 @@ class Engine:
         """End a request after the running step. Returns True if it was running or waiting."""
         return self._inbox.abort(request_id)
 
-    def drain(self) -> None:
-        """Take no new requests; accepted ones go on to their end."""
-        self._inbox.drain()
-
     def stop(self) -> None:
         """Let `run` return after the running step, and abort unfinished requests."""
         self._inbox.stop()
@@ -166,7 +162,7 @@ class Engine:
         return EngineLoad(
             **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
-            num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
+            num_waiting=self._inbox.num_incoming + len(self.scheduler.waiting),
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
             num_looked_up_tokens=self.target.pool.num_looked_up_tokens,

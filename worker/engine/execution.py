@@ -17,7 +17,6 @@ from speclen.worker.requests.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_SHARE = 0.25  # of the rest of a step: time of grammar masks counts up to that
 # Plain steps after one whose proposals failed, else every step might run twice.
 PLAIN_STEPS = 256
 
@@ -72,7 +71,7 @@ class StepExecutor:
         ended = time.perf_counter()
         deliver = self._outbox.deliver
         evaluations = self._evaluator.evaluate(plan.rows, ended - started, deliver) if evaluates else ()
-        aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
+        aside_s = time.perf_counter() - ended
         self._scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
             return None
@@ -137,12 +136,3 @@ class StepExecutor:
         self._outbox.deliver()  # ends sequences whose text cannot be made
         self._outbox.abort([sequence for sequence in sequences if not sequence.finished], error)
         self._scheduler.settle(sequences)
-
-
-def beyond_usual_s(sequences: Iterable[SequenceState], step_s: float) -> float:
-    """Seconds that grammar masks took beyond their usual share of a step.
-
-    Their usual time is a reason for shorter drafts; one slow grammar must not change the arm for all requests.
-    """
-    spent_s = sum(one.sampling.grammar.take_spent_s() for one in sequences if one.sampling.grammar is not None)
-    return max(0.0, spent_s - GRAMMAR_SHARE * (step_s - spent_s))

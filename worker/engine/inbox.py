@@ -1,4 +1,4 @@
-"""Inbox of the engine's thread: sequences, aborts, and requests to drain or stop. Safe from any thread."""
+"""Inbox of the engine's thread: sequences, aborts, and the request to stop. Safe from any thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Inbox:
         self._incoming: list[SequenceState] = []
         self._aborting: set[str] = set()
         self._unfinished: dict[str, list[SequenceState]] = {}  # sequences left of each request
-        self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # set once, when the engine has ended
 
@@ -36,8 +35,8 @@ class Inbox:
         with self._changed:
             if self.failure is not None:
                 raise EngineFailedError(str(self.failure)) from self.failure
-            if self._draining:
-                raise DrainingError("the worker is draining and takes no new requests")
+            if self._stopping:
+                raise DrainingError("the worker is stopping and takes no new requests")
             unfinished = self._unfinished.setdefault(request.request_id, [])
             if unfinished and unfinished[0].request is not request:
                 raise ValueError(f"request_id {request.request_id!r} is already running: choose another")
@@ -54,15 +53,10 @@ class Inbox:
             self._changed.notify()
             return True
 
-    def drain(self) -> None:
-        """Accept no more requests."""
-        with self._changed:
-            self._draining = True
-
     def stop(self) -> None:
         """Accept no more requests, and abort all."""
         with self._changed:
-            self._draining = self._stopping = True
+            self._stopping = True
             self._aborting.update(self._unfinished)
             self._changed.notify()
 

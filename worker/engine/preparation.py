@@ -83,8 +83,6 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
     named = [replace(one, context=min(context, one.context)) for one in named]
-    if pair.weights == "int8" and (config.backend == "torch" or recorder is not None):
-        raise ModelError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
     kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
     models = None
     if config.backend != "torch" and recorder is None:
@@ -101,7 +99,7 @@ def _named(model: Any, name: str, context: int) -> _Named:
 def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair) -> list[PassModel] | None:
     """The models on OpenVINO, checked against transformers; None where torch has to run them.
 
-    Raises ModelError when OpenVINO cannot run them and was asked for, or is needed for 8-bit weights.
+    Raises ModelError when OpenVINO cannot run them and was asked for.
     """
     reason = openvino.why_not(pair.device, pair.dtype)
     if reason is None:
@@ -111,8 +109,6 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
             reason = _last_line(error)
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
-    if pair.weights == "int8":
-        raise ModelError(f"--weights int8 needs OpenVINO: {reason}")
     log.log(
         logging.WARNING if openvino.installed_version() else logging.INFO,
         "torch runs the models, not OpenVINO: %s",
@@ -196,13 +192,12 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
             check_model(cached, one.model, one.name)
         return cached
 
-    if config.rewrite_models:
-        try:
-            rewritten = rewrite(model, pool.shapes, one.context)
-            if rewritten is not None:
-                return checked(rewritten)
-        except Exception as error:  # Another version of transformers may differ; its own operators still work.
-            log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
+    try:
+        rewritten = rewrite(model, pool.shapes, one.context)
+        if rewritten is not None:
+            return checked(rewritten)
+    except Exception as error:  # Another version of transformers may differ; its own operators still work.
+        log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
 
 

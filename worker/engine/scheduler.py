@@ -56,11 +56,6 @@ class Scheduler:
         return self.rows[: self.num_decoding]
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a row."""
-        return len(self.waiting)
-
-    @property
     def is_idle(self) -> bool:
         return not self.rows and not self.waiting
 

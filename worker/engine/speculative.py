@@ -29,13 +29,16 @@ class StepBatch:
     """The decoding rows, which are rows 0..b-1 of both models; the first `num_drafting` of them draft.
 
     num_tokens: [b], tokens of each row, the pending one included. recent_ids: [b, w], the last w tokens of each row: those
-    that the draft lacks, and the pending one. caps: [b], draft tokens allowed per row, None for the step's length.
+    that the draft lacks, and the pending one. caps: [b], proposed tokens per row, None for the step's length.
+    ngrams: [b, k], n-gram tokens of the rows in `matched` [b], which ignore what is drafted for them; None for none.
     """
 
     num_tokens: np.ndarray
     recent_ids: torch.Tensor
     num_drafting: int
     caps: torch.Tensor | None = None
+    ngrams: torch.Tensor | None = None
+    matched: torch.Tensor | None = None
 
 
 def speculative_step(
@@ -46,23 +49,26 @@ def speculative_step(
     rule: TokenRule,
     prompts: Sequence[PassPart] = (),
 ) -> StepOutcome:
-    """Draft `length` tokens per row, verify them in one pass of the target, and accept a prefix of each.
+    """Draft `length` tokens per row, verify them, or n-grams, in one pass of the target, and accept a prefix of each.
 
     Length 0 is plain decoding along the same path, without the draft. prompts: of other rows, in the same pass of the
     target. The caller updates the rows' lengths.
     """
     width = batch.recent_ids.shape[1]
+    num_rows, num_proposed = len(batch.num_tokens), length if batch.ngrams is None else batch.ngrams.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.
-    rows = StepRows(batch.num_tokens - width, width + length, target.device)
-    draft_ids = batch.recent_ids.new_zeros(rows.num_rows, length)
+    rows = StepRows(batch.num_tokens - width, width + num_proposed, target.device)
+    proposed = batch.recent_ids.new_zeros(num_rows, num_proposed)
     if length:
         assert draft is not None
-        propose(draft, batch, rows, draft_ids, rule)
+        propose(draft, batch, rows, proposed[:, :length], rule)
+    if batch.ngrams is not None and batch.matched is not None:
+        proposed = torch.where(batch.matched[:, None], batch.ngrams, proposed)
 
-    pending = batch.recent_ids[:, -1:]
-    ids = torch.cat([pending, draft_ids], dim=1) if length else pending
-    logits, *prompt_logits = target.forward([PassPart(rows, ids, num_logits=length + 1, column=width - 1), *prompts])
-    num_accepted, tokens = rule.decide(logits, draft_ids, batch.caps)
+    ids = torch.cat([batch.recent_ids[:, -1:], proposed], dim=1)
+    part = PassPart(rows, ids, num_logits=num_proposed + 1, column=width - 1)
+    logits, *prompt_logits = target.forward([part, *prompts])
+    num_accepted, tokens = rule.decide(logits, proposed, batch.caps)
     return num_accepted, tokens, logits, prompt_logits
 
 

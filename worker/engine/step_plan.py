@@ -88,8 +88,25 @@ class StepPlan:
         return [len(ids) for ids in self.proposals.ngrams]
 
     @property
+    def num_proposed(self) -> list[int]:
+        """Tokens proposed for each row, of either kind."""
+        return [ngrams + drafts for ngrams, drafts in zip(self.num_ngrams, self.draft_lengths, strict=True)]
+
+    @property
     def has_ngrams(self) -> bool:
         return any(self.proposals.ngrams)
+
+    def ngram_table(self, width: int) -> np.ndarray:
+        """N-gram tokens of the rows, [rows, width], then zeros."""
+        table = np.zeros((len(self.rows), width), np.int64)
+        for row, ids in enumerate(self.proposals.ngrams):
+            table[row, : len(ids)] = ids
+        return table
+
+    @property
+    def drafting(self) -> list[SequenceState]:
+        """The rows for which the draft model drafts."""
+        return [row for row, length in zip(self.rows, self.draft_lengths, strict=True) if length]
 
     @property
     def is_even(self) -> bool:
@@ -109,7 +126,7 @@ class StepPlan:
 
     def num_verified_tokens(self, ragged: bool) -> int:
         """Tokens of the rows in the target's pass. ragged: without padding to the longest row."""
-        proposed = [ngrams + drafts for ngrams, drafts in zip(self.num_ngrams, self.draft_lengths, strict=True)]
+        proposed = self.num_proposed
         if ragged:
             return len(proposed) + sum(proposed)
         return len(proposed) * (1 + (padded_width(max(proposed)) if self.has_ngrams else self.draft_length))
@@ -219,9 +236,13 @@ def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[Promp
 
 def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
     """Tensors of the plan's rows. width: last tokens of each row that the draft processes."""
-    return StepBatch(
+    batch = StepBatch(
         num_tokens=np.array([len(row.tokens) for row in plan.rows]),
         recent_ids=upload(np.array([row.tokens[-width:] for row in plan.rows]), device),
         num_drafting=plan.num_drafting,
-        caps=None if plan.is_even else upload(np.array(plan.draft_lengths), device),
+        caps=None if plan.is_even and not plan.has_ngrams else upload(np.array(plan.num_proposed), device),
     )
+    if plan.has_ngrams:
+        batch.ngrams = upload(plan.ngram_table(padded_width(max(plan.num_proposed))), device)
+        batch.matched = upload(np.array(plan.num_ngrams) > 0, device)
+    return batch

@@ -14,7 +14,7 @@ import torch
 from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.launched import Decided, LaunchedStep
-from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
+from speclen.worker.engine.ragged_step import ragged_step
 from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
 from speclen.worker.models.upload import upload
@@ -99,14 +99,12 @@ class StepRunner:
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
         """Update the lengths in the pools: all tokens but the pending one, which is the last new one."""
-        length, is_ragged = plan.draft_length, self._is_ragged(plan)
-        for at, row in enumerate(plan.rows):
+        is_ragged = self._is_ragged(plan)
+        for at, (row, length) in enumerate(zip(plan.rows, plan.draft_lengths, strict=True)):
             num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at] or ())
             row.target_length = num_fed + num_new
-            if is_ragged and plan.draft_lengths[at]:
-                row.draft_length = num_fed + min(num_new, plan.draft_lengths[at])
-            elif not is_ragged and length and at < plan.num_drafting:
-                row.draft_length = num_fed + min(num_new, length)
+            if length:
+                row.draft_length = num_fed + min(num_new, length if is_ragged else plan.draft_length)
         for chunk in plan.chunks:
             chunk.sequence.target_length = chunk.end
 
@@ -123,7 +121,7 @@ class StepRunner:
                 row.draft_due = len(row.tokens) - 1
         prompt_logits: list[torch.Tensor] = []
         ragged = self._is_ragged(plan)
-        rule = self._step_rule(plan, ragged)
+        rule = self._step_rule(plan)
         if not (prompts or ragged) and isinstance(rule, HostRule) and self._fits_host(plan):
             decided = Decided(plan.rows, *self._host_step(plan, flags, rule))
         else:
@@ -151,12 +149,12 @@ class StepRunner:
         return self.target.slow_changes and num_rows == len(plan.rows) and arm != before
 
     def _is_ragged(self, plan: StepPlan) -> bool:
-        """True if rows propose different numbers of tokens and the step is a ragged one."""
-        return plan.has_ngrams or (self.target.ragged and not plan.is_even)
+        """True if rows propose different numbers of tokens, and the models take these as they are."""
+        return self.target.ragged and (plan.has_ngrams or not plan.is_even)
 
     def _fits_host(self, plan: StepPlan) -> bool:
         """True if `host_step` can run the plan, which is not ragged."""
-        even = self._hosts is not None and plan.is_even
+        even = self._hosts is not None and plan.is_even and not plan.has_ngrams
         return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
     def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> tuple[np.ndarray, np.ndarray]:
@@ -180,12 +178,12 @@ class StepRunner:
         self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
     ) -> StepOutcome:
         """A step whose rows propose different numbers of tokens."""
-        drafting = [row for row, length in zip(plan.rows, plan.draft_lengths, strict=True) if length]
+        drafting = plan.drafting
         behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
         if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
             self._flag_catch_up(plan, drafting, flags)
             self._feed_missing(drafting)
-        return ragged_step(self.target, self.draft, make_ragged_batch(plan), rule, prompts)
+        return ragged_step(self.target, self.draft, plan, rule, prompts)
 
     def _num_first_uses(self) -> int:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
@@ -195,7 +193,7 @@ class StepRunner:
 
         It lacks one token after a fully accepted draft; more after steps without it, or with n-grams.
         """
-        drafting = plan.rows[: plan.num_drafting]
+        drafting = plan.drafting
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
         if behind <= 1:
             return 1 + behind
@@ -279,12 +277,12 @@ class StepRunner:
 
     # Choosing.
 
-    def _step_rule(self, plan: StepPlan, ragged: bool) -> TokenRule:
+    def _step_rule(self, plan: StepPlan) -> TokenRule:
         """The rule by which the plan's rows choose tokens, a new one for every try: it keeps the drafts."""
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows
-        return self._rule(self._sampling, plan.rows, np.array(plan.num_ngrams) if ragged else None)
+        return self._rule(self._sampling, plan.rows, np.array(plan.num_ngrams) if plan.has_ngrams else None)
 
     def _rule(
         self, sampling: BatchSampling, rows: Sequence[SequenceState], num_ngrams: np.ndarray | None = None

@@ -19,11 +19,8 @@ class EngineThread(threading.Thread):
     threads on two cores that costs a third of the throughput.
     """
 
-    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        """on_failure: called once, from this thread, with what ended the engine's loop; see `serve`."""
+    def __init__(self) -> None:
         super().__init__(name="engine", daemon=True)
-        self.failure: BaseException | None = None
-        self._on_failure = on_failure
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -31,19 +28,6 @@ class EngineThread(threading.Thread):
         future: Future[Result] = Future()
         self._calls.put((future, function, args))
         return future
-
-    def serve(self, run: Callable[[], None]) -> Future[None]:
-        """Like `call`, for the loop that serves: what it raises is the engine's failure, which somebody has to notice."""
-        return self.call(self._serve, run)
-
-    def _serve(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except BaseException as error:
-            self.failure = error
-            if self._on_failure is not None:
-                self._on_failure(error)
-            raise
 
     def run(self) -> None:
         while True:

@@ -20,8 +20,7 @@ MIN_READ_BYTES = 64 * 1024
 class BoundedConnection(HttpToolsProtocol):
     """Connection that closes for slow headers, endless messages, or an unread answer.
 
-    Closing it ends its request, which frees the row. One request at a time: pipelined data is ignored, and the connection
-    ends with the current answer. (With queued requests a connection is not read, so that a client's leaving goes unseen.)
+    Closing it ends its request, which frees the row.
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -33,7 +32,6 @@ class BoundedConnection(HttpToolsProtocol):
         self._reading_due: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._num_message_bytes = 0
-        self._sent_ahead = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,8 +44,6 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._sent_ahead:
-            return
         if self.cycle is not None and self.cycle.response_complete:
             # Any data ends keep-alive. An empty line begins no request, and would stop the timers.
             self._expect_headers()
@@ -58,41 +54,16 @@ class BoundedConnection(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES or self._num_message_bytes > MAX_MESSAGE_BYTES:
             self.transport.abort()
 
-    # Ignore what the parser finds in pipelined data.
-
     def on_message_begin(self) -> None:
-        if self._answering:
-            self._ignore_the_rest()
-            return
         super().on_message_begin()
         self._num_message_bytes = 0
         self._expect_headers()
 
-    def on_url(self, url: bytes) -> None:
-        if not self._sent_ahead:
-            super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._sent_ahead and self._headers_due is not None:  # else an unread trailer
+        if self._headers_due is not None:  # else a trailer, which nobody reads
             super().on_header(name, value)
 
-    def on_body(self, body: bytes) -> None:
-        if not self._sent_ahead:
-            super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        if not self._sent_ahead:
-            super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        if self._answering:  # would corrupt the running answer
-            self._ignore_the_rest()
-            return
-        super().send_400_response(msg)
-
     def on_headers_complete(self) -> None:
-        if self._sent_ahead:
-            return
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
@@ -108,15 +79,6 @@ class BoundedConnection(HttpToolsProtocol):
         if self._reading_due is not None:
             self._reading_due.cancel()
         super().resume_writing()
-
-    @property
-    def _answering(self) -> bool:
-        """True while a whole request is being answered."""
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
-
-    def _ignore_the_rest(self) -> None:
-        """Ignore further data, and close after the running answer."""
-        self._sent_ahead, self.cycle.keep_alive = True, False
 
     def _expect_reading(self) -> None:
         waiting = self.transport.get_write_buffer_size()

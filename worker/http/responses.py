@@ -16,8 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
-from speclen.worker.http.schema import Body, ChatRequest, Sampling
-from speclen.worker.observing.tracing import Origin
+from speclen.worker.http.schema import Body, Sampling
 from speclen.worker.requests.request import SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import OutputStream
@@ -50,11 +49,9 @@ class JobResponse(Response):
         self._caller = caller
         self._make_answer = make_answer
         self._arrived_at = time.monotonic()
-        self._origin = Origin()
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._origin = origin_of(scope, self._body)
         work = self._stream(send) if self._body.stream else self._whole(send)
         await unless_disconnected(receive, work)
 
@@ -63,7 +60,7 @@ class JobResponse(Response):
         self, stream: OutputStream
     ) -> AsyncIterator[tuple[Answer, AsyncIterator[Sequence[SequenceOutput]]]]:
         answer = await self._make_answer()
-        running = self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at, origin=self._origin)
+        running = self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at)
         async with running as outputs:
             yield answer, outputs
 
@@ -117,13 +114,6 @@ def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> A
     if told.status == QUEUE_FULL:
         told.retry_after_s = engine.admission.expected_wait_s(caller)
     return told
-
-
-def origin_of(scope: Scope, body: Sampling) -> Origin:
-    """The origin of a request, for traces."""
-    headers = scope["headers"]
-    operation = "chat" if isinstance(body, ChatRequest) else "text_completion"
-    return Origin(lambda: {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}, operation)
 
 
 async def send_events(send: Send, objects: Iterable[Any]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speclen.worker.models.naming import DTYPES, WEIGHTS, ModelError
-from speclen.worker.models.quantize import round_weights
+from speclen.worker.models.naming import DTYPES, ModelError
 from speclen.worker.models.source import (
     ModelSource,
     locate,
@@ -45,7 +44,7 @@ class ModelPair:
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
     proposes; None: all.
-    eos_token_ids: ascending; any of them ends a sequence. weights: "full", or "int8" where they have been rounded.
+    eos_token_ids: ascending; any of them ends a sequence.
     """
 
     target: Any
@@ -58,21 +57,15 @@ class ModelPair:
     eos_token_ids: tuple[int, ...]
     max_context_length: int
     vocab_size: int
-    weights: str = "full"
     draft_context_length: int | None = None
 
 
-def load_pair(
-    target: str, draft: str | None, device: str = "auto", dtype: str = "auto", weights: str = "full"
-) -> ModelPair:
+def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
     """Load both models; `draft` None, "" or "none" loads the target alone.
 
     device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
-    weights: "full", or "int8": both models are rounded, which makes them other models.
     Raises ModelError when a model cannot be read or served, or the two do not fit.
     """
-    if weights not in WEIGHTS:
-        raise ModelError(f"--weights {weights!r} is not known; use {' or '.join(WEIGHTS)}")
     draft = None if draft in (None, "", "none") else draft
     sources = [locate(name) for name in (target, draft) if name is not None]
     for source in sources:
@@ -87,8 +80,6 @@ def load_pair(
     vocab_size = models[0].get_output_embeddings().weight.shape[0]
     if len(models) == 2:
         _match_vocabulary(models[1], vocab_size)
-    for model in models if weights == "int8" else []:
-        round_weights(model)
     return ModelPair(
         target=models[0],
         draft=models[1] if len(models) == 2 else None,
@@ -100,7 +91,6 @@ def load_pair(
         eos_token_ids=_end_ids(sources[0].name, generation_config, tokenizers[0], vocab_size),
         max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
-        weights=weights,
         draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
     )
 

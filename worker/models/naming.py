@@ -1,7 +1,6 @@
 """Names of models and their places. Without torch, so that errors come at once.
 
-A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
-Llama-style model may be widened by a shape behind its name, see `widen`.
+A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from pathlib import Path
 
 BACKENDS = ("auto", "torch", "openvino")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("full", "int8")
-KEYS = ("hidden", "layers", "heads", "ffn")
 
 
 class ModelError(ValueError):
@@ -22,26 +19,12 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape to widen a model to. None: as in the small model, or for heads and ffn in proportion to hidden."""
+    """Shape to widen a model to, see `widen`."""
 
-    hidden: int | None = None
-    layers: int | None = None
-    heads: int | None = None
-    ffn: int | None = None
-
-
-def parse_shape(name: str, text: str) -> Shape:
-    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. name: of the model, for errors."""
-    values: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
-        if match is None or match[1] not in KEYS or int(match[2]) < 1:
-            known = f"one of {', '.join(KEYS)} with a positive number, as in hidden=512"
-            raise ModelError(f"{name}: shape {part!r} is not {known}")
-        if match[1] in values:
-            raise ModelError(f"{name}: shape names {match[1]} twice")
-        values[match[1]] = int(match[2])
-    return Shape(**values)
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
 
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "bundled"
@@ -76,33 +59,16 @@ def check_names(target: str, draft: str) -> None:
 def find_place(name: str) -> tuple[str, Shape | None]:
     """Directory or hub id of a model, and the shape it is to be widened to. Raises ModelError."""
     if not name.startswith("bundled:"):
-        place, shape = _split_shape(name)
-        if place.startswith("~"):
-            place = str(Path(place).expanduser())  # as no shell does behind "="
+        place = str(Path(name).expanduser()) if name.startswith("~") else name  # as no shell does behind "="
         _check_place(name, place)
-        return place, shape
-    base, shape = _bundled(name)
+        return place, None
+    if name not in BUNDLED:
+        raise ModelError(f"{name!r} is not a bundled model; there are {', '.join(BUNDLED)}")
+    base, shape = BUNDLED[name]
     folder = BUNDLED_FOLDER / base
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: the bundled model is missing from this installation ({folder})")
     return str(folder), shape
-
-
-def _bundled(name: str) -> tuple[str, Shape | None]:
-    known, _, shape = name.partition("@")
-    if known not in BUNDLED or (shape and BUNDLED[known][1] is not None):
-        names = ", ".join(BUNDLED)
-        raise ModelError(f"{name!r} is not a bundled model; there are {names}, and bundled:target@hidden=512,layers=8")
-    base, preset = BUNDLED[known]
-    return base, parse_shape(name, shape) if shape else preset
-
-
-def _split_shape(name: str) -> tuple[str, Shape | None]:
-    """Split `place@hidden=512,...`; an @ that is not followed by key=value belongs to the place."""
-    place, separator, shape = name.rpartition("@")
-    if separator and "=" in shape and not Path(name).exists():
-        return place, parse_shape(name, shape)
-    return name, None
 
 
 def _check_place(name: str, place: str) -> None:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from speclen.worker.models.naming import ModelError, Shape, find_place
-from speclen.worker.models.widen import count_parameters
+from speclen.worker.models.widen import widened_config
 
 # Families that use transformers' AttentionInterface, although their classes do not declare it.
 UNDECLARED = {"biogpt", "stablelm"}
@@ -42,14 +42,10 @@ class ModelSource:
     @property
     def num_parameters(self) -> int:
         """Computed from the configuration without allocating anything."""
+        config = self.config if self.shape is None else widened_config(self.config, self.shape)
         with reading(self.name, "its configuration (config.json) cannot be used"), torch.device("meta"):
-            number: int = AutoModelForCausalLM.from_config(self.config).num_parameters()
-        if self.shape is None:
-            return number
-        try:
-            return count_parameters(self.config, self.shape)
-        except ValueError as error:
-            raise ModelError(f"{self.name}: {error}") from None
+            number: int = AutoModelForCausalLM.from_config(config).num_parameters()
+        return number
 
     @property
     def max_context_length(self) -> int:

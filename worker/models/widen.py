@@ -42,51 +42,33 @@ class _Plan:
 
 
 def _plan(config: Any, shape: Shape) -> _Plan:
-    if config.model_type != "llama":
-        raise ValueError(f"only Llama-style models can be widened, this is {config.model_type}")
-    if config.attention_bias or config.mlp_bias:
-        raise ValueError("a model with biases in its projections cannot be widened")
-    hidden_copies = _copies("hidden", config.hidden_size, shape.hidden)
-    head_copies = _copies("heads", config.num_attention_heads, shape.heads, hidden_copies)
-    ffn_copies = _copies("ffn", config.intermediate_size, shape.ffn, hidden_copies)
-    layers = shape.layers or config.num_hidden_layers
-    if layers < config.num_hidden_layers:
-        raise ValueError(f"layers={layers} is fewer than the model's {config.num_hidden_layers}")
+    """shape: multiples of the small model's."""
+    copies = [
+        wide // small
+        for wide, small in (
+            (shape.hidden, config.hidden_size),
+            (shape.heads, config.num_attention_heads),
+            (shape.ffn, config.intermediate_size),
+        )
+    ]
     wide = copy.deepcopy(config)
     wide.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    wide.hidden_size = config.hidden_size * hidden_copies
-    wide.num_attention_heads = config.num_attention_heads * head_copies
-    wide.num_key_value_heads = config.num_key_value_heads * head_copies
-    wide.intermediate_size = config.intermediate_size * ffn_copies
-    wide.num_hidden_layers = layers
-    return _Plan(wide, hidden_copies, head_copies, ffn_copies)
-
-
-def _copies(name: str, small: int, wide: int | None, default: int = 1) -> int:
-    if wide is None:
-        return default
-    if wide % small:
-        nearest = max(1, round(wide / small)) * small
-        raise ValueError(f"{name}={wide} is not a multiple of the model's {small}; the nearest is {nearest}")
-    return wide // small
+    wide.hidden_size, wide.num_attention_heads, wide.intermediate_size = shape.hidden, shape.heads, shape.ffn
+    wide.num_key_value_heads = config.num_key_value_heads * copies[1]
+    wide.num_hidden_layers = shape.layers
+    return _Plan(wide, *copies)
 
 
 def widened_config(config: Any, shape: Shape) -> Any:
-    """The widened model's configuration. Raises ValueError as `widen` does."""
+    """The widened model's configuration."""
     return _plan(config, shape).config
-
-
-def count_parameters(config: Any, shape: Shape) -> int:
-    """Parameters of the widened model, without building it. Raises ValueError as `widen` does."""
-    with torch.device("meta"):
-        return LlamaForCausalLM(widened_config(config, shape)).num_parameters()
 
 
 @torch.no_grad()
 def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dtype) -> Any:
     """A wider model with the logits of `model`, built in the memory of `device` and in `dtype`.
 
-    Nothing larger than the small model exists besides the result. Raises ValueError for a shape that is not a multiple.
+    Nothing larger than the small model exists besides the result. shape: multiples of the small model's.
     """
     plan = _plan(model.config, shape)
     with torch.device("meta"):

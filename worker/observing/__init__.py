@@ -1,1 +1,1 @@
-"""Observability of a worker: the metrics page, and traces of requests."""
+"""Observability of a worker: the metrics page."""

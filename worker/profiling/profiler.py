@@ -1,11 +1,9 @@
 """Measurement of an offline profile on the real engine: whole-step times over batch sizes and lengths, and survival.
 
-The grid is visited in rounds. A round draws a context length and new prompts, and visits batch sizes and lengths in
-random order, a few steps each, so that changes of the machine affect all cells alike. The first round goes from the largest
-batch size down with one step each and the shortest prompts: it finds out what fits in memory, and gives a rough profile in
-a short time. A batch size whose cells all have tight intervals is left out of later rounds. The profile is done when all
-are, or the time is up. Cells of a batch size end together: a cell that ended by itself would do so when chance makes it
-look fast, and the table takes the fastest cell.
+The grid is visited in rounds until the time is up. A round draws a context length and new prompts, and visits batch sizes
+and lengths in random order, a few steps each, so that changes of the machine and the context affect all cells alike. The
+first round goes from the largest batch size down with one step each and the shortest prompts: it finds out what fits in
+memory, and gives a rough profile in a short time.
 """
 
 from __future__ import annotations
@@ -13,19 +11,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from speclen.records import PLAIN, Arm, StepFlag, StepRecord
-from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.profiling.samples import ProfileResult, ProfileSamples
-from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings, fit_settings, quick_settings
-from speclen.worker.profiling.stats import Key, expected_tokens_error
+from speclen.worker.profiling.prompts import PromptSource
+from speclen.worker.profiling.settings import ProfileSettings, fit_settings
+from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 # Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
@@ -33,20 +28,10 @@ ANSWER_TOKENS = 160
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-def quick_profile(
-    pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0, backend: str = "auto"
-) -> ProfileResult:
-    """A profile in at most `budget_s`, for a worker in a new context."""
-    settings = quick_settings(max_batch_size, max_length if pair.draft is not None else 0, budget_s)
-    settings = replace(settings, backend=backend)
-    with Profiler(pair, settings, PromptSource(pair.tokenizer, held_out_texts())) as profiler:
-        return profiler.run().result()
-
-
 class Profiler:
     """Runs one profile; a context manager, which frees the engine's memory.
 
-    on_progress: called about once per visited cell.
+    on_progress: called with the seconds so far, about once per visited cell.
     """
 
     def __init__(
@@ -54,7 +39,7 @@ class Profiler:
         pair: ModelPair,
         settings: ProfileSettings,
         source: PromptSource,
-        on_progress: Callable[[ProfileProgress], None] = lambda progress: None,
+        on_progress: Callable[[float], None] = lambda elapsed_s: None,
     ) -> None:
         self.settings = fit_settings(pair, settings)
         self.samples = ProfileSamples()
@@ -63,13 +48,10 @@ class Profiler:
         self._random = random.Random(settings.seed)
         self._chooser = FixedArm(PLAIN)
         self._settling_length = 1 if pair.draft is not None else 0
-        self._tight: set[Key] = set()
         self._rows: dict[str, None] = {}  # ids of running requests, oldest first
         self._num_submitted = 0
         self._failed = False  # True if the engine gave sequences up
         self._engine = self._make_engine(pair)
-        draft = self._engine.draft if pair.device.type == "cpu" else None
-        self._draft_clock = ForwardClock(draft)
         self._started = 0.0
 
     def __enter__(self) -> Profiler:
@@ -113,13 +95,12 @@ class Profiler:
     # The loop.
 
     def run(self) -> ProfileSamples:
-        """Measure until every cell is tight or the time is up."""
+        """Measure until the time is up."""
         self._started = time.perf_counter()
         try:
-            while not self._is_done():
+            while self._elapsed() < self.settings.budget_s:
                 self._round()
                 self.samples.num_rounds += 1
-                self._find_tight_cells()
         finally:
             self.samples.elapsed_s = self._elapsed()
         return self.samples
@@ -127,32 +108,8 @@ class Profiler:
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
 
-    def _is_done(self) -> bool:
-        return self._elapsed() >= self.settings.budget_s or not any(self._open_lengths(size) for size in self._sizes())
-
-    def _open_lengths(self, batch_size: int) -> list[int]:
-        """Lengths still to measure at this batch size: all until all cells are tight.
-
-        Then the longest at the largest batch size, until survival is precise.
-        """
-        if any((batch_size, length) not in self._tight for length in self.settings.lengths):
-            return list(self.settings.lengths)
-        longest = self.settings.lengths[-1]
-        if longest and batch_size == self._sizes()[-1]:
-            histogram = self.samples.histograms.get(longest, [])
-            if expected_tokens_error(histogram) > self.settings.precision:
-                return [longest]
-        return []
-
-    def _find_tight_cells(self) -> None:
-        self._tight = {
-            (cell.batch_size, cell.speculation_length)
-            for cell in self.samples.cells()
-            if cell.num_visits >= self.settings.min_visits and cell.relative_error <= self.settings.precision
-        }
-
     def _round(self) -> None:
-        sizes = [size for size in self._sizes() if self._open_lengths(size)]
+        sizes = self._sizes()
         sizes = self._random.sample(sizes, len(sizes)) if self.samples.num_rounds else sizes[::-1]
         prompts = self.settings.prompt_tokens
         prompt_tokens = self._random.choice(prompts) if self.samples.num_rounds else prompts[0]
@@ -160,12 +117,12 @@ class Profiler:
         for number, size in enumerate(sizes, 1):
             # Each batch size of the first round has its share of the time, so that all are reached.
             end = self.settings.budget_s * (1.0 if self.samples.num_rounds else number / len(sizes))
-            for length in self._ordered(self._open_lengths(size)):
+            for length in self._ordered(list(self.settings.lengths)):
                 if self._elapsed() >= end or size not in self._sizes():
                     break  # out of time, or so many sequences do not fit
                 if self._resize(size, prompt_tokens):
                     self._visit(size, length)
-                self._report()
+                self._on_progress(self._elapsed())
 
     def _ordered(self, lengths: list[int]) -> list[int]:
         """Random order; in the first round from the outside in, so that even a short one spans the lengths."""
@@ -178,14 +135,10 @@ class Profiler:
         self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
-            draft_s, num_passes = self._draft_clock.seconds, self._draft_clock.num_forwards
             step = self._engine.step()
             if step is None or step.flags or (step.batch_size, step.arm) != (batch_size, Arm(length)):
                 continue
             self.samples.add(step)
-            if batch_size == 1:
-                self.samples.draft_s += self._draft_clock.seconds - draft_s
-                self.samples.num_draft_passes += self._draft_clock.num_forwards - num_passes
             num_measured += 1
             if num_measured == num_wanted:
                 return
@@ -242,9 +195,3 @@ class Profiler:
         if output.finish_reason is not None and output.request_id in self._rows:
             del self._rows[output.request_id]
             self._failed = self._failed or output.finish_reason is FinishReason.ABORT
-
-    def _report(self) -> None:
-        elapsed = self._elapsed()
-        num_cells = len(self._sizes()) * len(self.settings.lengths)
-        left = max(0.0, self.settings.budget_s - elapsed)
-        self._on_progress(ProfileProgress(self.samples.num_rounds, len(self._tight), num_cells, elapsed, left))

@@ -1,8 +1,7 @@
-"""Settings of a profile: the grid, and the precision."""
+"""Settings of a profile: the grid, and the time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from speclen.worker.models.loading import ModelPair
@@ -12,30 +11,17 @@ QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """Grid and precision of a profile."""
+    """Grid and time of a profile."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sequences decoding in one step
     lengths: tuple[int, ...] = tuple(range(9))  # speculation lengths, 0 included
-    budget_s: float = 150.0  # measuring time at most; loading the models comes on top
-    precision: float = 0.03  # a cell is tight when half of its 95% interval is less than this share of its mean
-    min_visits: int = 8  # that a tight cell has had at least
+    budget_s: float = 150.0  # measuring time; loading the models comes on top
     steps_per_visit: int = 3  # steps measured at a visit; every visit costs a step or two that do not count
     prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
     temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy
     seed: int = 0
     backend: str = "auto"  # of the engine, see worker/engine/config.py
     check_models: bool = True  # False: for experiments with models whose outputs depend on the batch
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileProgress:
-    """Progress of a profile. left_s: most time left; it ends earlier when all cells are tight."""
-
-    num_rounds: int
-    num_tight: int
-    num_cells: int
-    elapsed_s: float
-    left_s: float
 
 
 def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> ProfileSettings:
@@ -52,8 +38,6 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
 
     Raises ValueError naming the setting that the pair cannot do.
     """
-    check_ascending("batch sizes", settings.batch_sizes, 1)
-    check_ascending("lengths", settings.lengths, 0)
     if pair.draft is None and settings.lengths != (0,):
         raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
     context = pair.draft_context_length or pair.max_context_length
@@ -62,9 +46,3 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
         raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {context} tokens")
     prompts = sorted({min(tokens, room // 2) for tokens in settings.prompt_tokens})
     return replace(settings, prompt_tokens=tuple(prompts))
-
-
-def check_ascending(name: str, values: Iterable[int], least: int) -> None:
-    values = list(values)
-    if not values or values != sorted(set(values)) or values[0] < least:
-        raise ValueError(f"{name} {values} must be ascending whole numbers from {least} on")

@@ -15,12 +15,9 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.model_label import digest, model_label
 
 
-def model_name(name: str, model: torch.nn.Module | None, weights: str = "full") -> str:
-    """Label of a model; "none" for none. A model whose weights were rounded is another one."""
-    if model is None:
-        return "none"
-    config = model.config.to_dict()  # type: ignore[union-attr, operator]
-    return model_label(name, config if weights == "full" else config | {"weights": weights})
+def model_name(name: str, model: torch.nn.Module | None) -> str:
+    """Label of a model; "none" for none."""
+    return "none" if model is None else model_label(name, model.config.to_dict())  # type: ignore[union-attr, operator]
 
 
 def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
@@ -29,10 +26,10 @@ def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
     versions = f"speclen {installed_version()} {others}"
     engine = f"{versions} {backend} threads {torch.get_num_threads()}"
     return pb.ContextKey(
-        target=model_name(pair.target_name, pair.target, pair.weights),
-        draft=model_name(pair.draft_name, pair.draft, pair.weights),
+        target=model_name(pair.target_name, pair.target),
+        draft=model_name(pair.draft_name, pair.draft),
         device=device_name(pair.device),
-        dtype=str(pair.dtype).removeprefix("torch.") + ("" if pair.weights == "full" else f"+{pair.weights}"),
+        dtype=str(pair.dtype).removeprefix("torch."),
         engine_fingerprint=f"{backend.partition(' ')[0]},threads={torch.get_num_threads()},{digest(engine)}",
     )
 

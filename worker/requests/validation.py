@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sized
+from collections.abc import Sized
 from typing import Any
 
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
@@ -24,7 +24,6 @@ def check_request(
     vocab_size: int,
     max_context_length: int,
     max_speculation_length: int,
-    eos_token_ids: Collection[int],
 ) -> None:
     """Raises ValueError with one sentence when a field is out of the range that generation.proto gives."""
     num_tokens = len(request.prompt_ids)
@@ -37,7 +36,6 @@ def check_request(
     if length is not None and not 0 <= length <= max_speculation_length:
         raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
     check_sampling(request.sampling, vocab_size)
-    _check_held_back(request, vocab_size, eos_token_ids)
 
 
 def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
@@ -99,19 +97,6 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.logprobs is not None:
         _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     _check_stop(sampling.stop)
-
-
-def _check_held_back(request: GenerationRequest, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-    """Raises ValueError if min_tokens would forbid every token. A grammar may always need an end token."""
-    sampling = request.sampling
-    if not sampling.min_tokens or request.grammar is not None:
-        return
-    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
-    if len(ends) >= vocab_size:
-        raise ValueError(
-            f"stop_token_ids names {len(set(sampling.stop_token_ids))} of {vocab_size} tokens, which leaves none but end "
-            "tokens for min_tokens"
-        )
 
 
 def _check_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:

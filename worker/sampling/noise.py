@@ -12,7 +12,8 @@ CACHED = 8192  # numbers computed at a time on a CPU
 
 def make_key(seed: int, index: int) -> int:
     """The key, a signed 64-bit integer, of the index-th sequence of a request with this seed."""
-    return _signed(_mix((_mix(seed & _MASK) + index * _GOLDEN) & _MASK))
+    mixed = _mix_array(np.array([seed & _MASK], np.uint64)) + np.uint64(index * _GOLDEN & _MASK)
+    return int(_mix_array(mixed).view(np.int64)[0])
 
 
 def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -64,12 +65,6 @@ def _mix_array(value: np.ndarray) -> np.ndarray:
     value *= np.uint64(0x94D049BB133111EB)
     value ^= value >> np.uint64(31)
     return value
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _mix_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.service.aside import Aside
-from speclen.worker.service.fair_queue import FairQueue
+from speclen.worker.service.fair_queue import Aside, FairQueue
 from speclen.worker.service.grammars import Grammars
 from speclen.worker.service.text_encoder import TextEncoder
 

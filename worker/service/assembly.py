@@ -28,13 +28,13 @@ log = structlog.get_logger()
 
 def initial_table(config: WorkerConfig, limits: Limits) -> tuple[ArmTable, bool]:
     """The table a worker starts with, and True if it follows the controller's. Raises ValueError for no profile."""
-    kind, length = parse_policy(config.policy)
-    if choices := config.chosen_arms():
-        return ArmTable.of(choices, limits, "policy"), kind == "adaptive" and not config.arms
-    if kind in ("fixed", "none"):
-        return ArmTable.constant(Arm(length or 0), limits, "policy"), False
+    arm, follow = parse_policy(config.policy), config.policy == "adaptive"
+    if follow and config.ngram and not config.has_draft:
+        arm = Arm(0, ngram=True)
+    if arm is not None:
+        return ArmTable.constant(arm, limits, "policy"), follow
     if config.profile is not None:
-        return table_from_file(config.profile, limits), kind == "adaptive"
+        return table_from_file(config.profile, limits), follow
     return ArmTable.constant(DEFAULT_ARM, limits, "default"), True
 
 
@@ -52,7 +52,7 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
         context=context,
         limits=limits,
         address=config.listen,
-        policy="arms" if config.arms else config.policy,
+        policy=config.policy,
         run_id=config.run_id,
     )
     return ControlClient(card, table, follow)
@@ -87,9 +87,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
     drafting = config.draft if config.has_draft else "no draft model: only n-grams are proposed (--draft names one)"
     progress(f"loading {config.target} and {drafting}")
-    pair = load_pair(
-        config.target, config.draft if config.has_draft else None, config.device, config.dtype, config.weights
-    )
+    pair = load_pair(config.target, config.draft if config.has_draft else None, config.device, config.dtype)
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,

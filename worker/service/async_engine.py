@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
 from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.observing.tracing import Origin, Tracing, Untraced
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -37,10 +36,7 @@ MOST_AT_ONCE = 128
 
 
 class AsyncEngine:
-    """For one event loop. unread_timeout_s: after which a client that does not read loses its request.
-
-    tracing: makes spans of requests; None: off.
-    """
+    """For one event loop. unread_timeout_s: after which a client that does not read loses its request."""
 
     def __init__(
         self,
@@ -49,12 +45,10 @@ class AsyncEngine:
         metrics: RequestMetrics,
         stream_interval_s: float,
         unread_timeout_s: float,
-        tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.admission = admission
         self.metrics = metrics
-        self._tracing = tracing
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._open: dict[str, OutputStream] = {}  # by id of the call
@@ -105,11 +99,6 @@ class AsyncEngine:
         being_made.aborted = True
         return True
 
-    async def close(self) -> None:
-        """Send the last spans, once all requests have ended."""
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
-
     @contextlib.asynccontextmanager
     async def open(self, request_id: str, until_end: bool = False) -> AsyncIterator[OutputStream]:
         """A stream for the outputs of one call, for the length of the block, for which a drain waits.
@@ -138,7 +127,6 @@ class AsyncEngine:
         caller: str,
         arrived_at: float,
         on_submit: Callable[[], None] = lambda: None,
-        origin: Origin = Origin(),  # noqa: B008
         patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[Sequence[SequenceOutput]]]:
         """Run requests for the length of the block. The value: their outputs, until all have ended.
@@ -149,7 +137,7 @@ class AsyncEngine:
         """
         for one in requests:
             self.engine.check(one)
-        runs = {one.request_id: self._noted(one, stream, arrived_at, origin) for one in requests}
+        runs = {one.request_id: self._noted(one, stream, arrived_at) for one in requests}
         stream.on_output = lambda output: runs[output.request_id].saw(output)
         tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
         try:
@@ -164,10 +152,9 @@ class AsyncEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float, origin: Origin) -> Run:
-        trace = Untraced() if self._tracing is None else self._tracing.request(request, origin, arrived_at)
+    def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float) -> Run:
         timeline = self.metrics.timeline(request.sampling.n, arrived_at)
-        return Run(request, stream, timeline, trace, self.admission.fair_queue.leave)
+        return Run(request, stream, timeline, self.admission.fair_queue.leave)
 
     async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Run the request to its end; an error becomes the stream's failure."""
@@ -179,10 +166,8 @@ class AsyncEngine:
                 await self._serve(run, caller, on_submit, patience_s)
         except Exception as error:
             run.stream.fail(error)
-            run.trace.end(error)
         finally:
             run.timeline.abandon()
-            run.trace.end()
 
     async def _serve(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Admit one sequence after the other, until the engine is done with all or the request is aborted."""

@@ -7,10 +7,14 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from speclen.worker.requests.request import QueueFullError
+
+Result = TypeVar("Result")
 
 SMOOTHING = 0.1  # weight of the newest stay in the mean one
 
@@ -150,6 +154,31 @@ class FairQueue:
             queue.remove(turn)
             if not queue:
                 del self._waiting[caller]
+
+
+class Aside(FairQueue):
+    """A queue for a thread with work that would block the event loop. max_waiting: calls that may wait."""
+
+    def __init__(self, name: str, max_waiting: int) -> None:
+        super().__init__(1, max_waiting)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def do(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call the function in the thread. Raises what it raises, and QueueFullError when too many wait.
+
+        A cancelled caller still waits for the end: the call cannot be stopped, and the thread is not free before.
+        """
+        async with self.turn(caller):
+            work = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])
+                raise
+
+    def close(self, wait: bool = False) -> None:
+        """wait: for the running call."""
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
 
 def num_new(queue: deque[Turn]) -> int:

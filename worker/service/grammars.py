@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from speclen.worker.service.aside import Aside
+from speclen.worker.service.fair_queue import Aside
 from speclen.worker.structured import trial
 from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import StructuredOutput, reason, shown, source

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from speclen.worker.observing.request_metrics import RequestTimeline
-from speclen.worker.observing.tracing import Untraced
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.service.relay import OutputStream
 
@@ -20,13 +19,11 @@ class Run:
         request: GenerationRequest,
         stream: OutputStream,
         timeline: RequestTimeline,
-        trace: Untraced,
         leave: Callable[[float], None],
     ) -> None:
         self.request = request
         self.stream = stream
         self.timeline = timeline
-        self.trace = trace
         self.ended = asyncio.Event()
         self.num_outside = request.sampling.n  # the last sequences, not admitted yet
         self._inside: dict[int, float] = {}  # admission times of the others, without ended ones
@@ -40,7 +37,6 @@ class Run:
     def saw(self, output: SequenceOutput) -> None:
         """Note every output of the request, in order, also where the client does not read."""
         self.timeline.saw(output)
-        self.trace.saw(output)
         if output.finish_reason is None:
             return
         if output.index in self._inside:

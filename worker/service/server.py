@@ -32,8 +32,6 @@ from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
 from speclen.worker.observing.metrics import WorkerMetrics, page_of
 from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.observing.tracing import open_tracing
-from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
@@ -104,14 +102,12 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     security, credentials, metadata = check_config(config)
     supervisor = Supervisor()
-    torch_thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+    torch_thread = EngineThread()
     torch_thread.start()
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     card = control.card
     mine = controller_of(config.controller, config.controller_by, card.context, card.worker_id)
     config = dataclasses.replace(config, controller=mine)
-    if config.controller and control.follow and config.quick_profile_s and pair.draft is not None:
-        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, card, progress))
     async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
     servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
@@ -137,7 +133,6 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
             await set_health(health_servicer, NOT_SERVING)
             await drain(async_engine, control, config.drain_timeout_s, supervisor.check)
     await wait_until_stopped(running)
-    await async_engine.close()
 
 
 def make_async_engine(
@@ -159,8 +154,7 @@ def make_async_engine(
     if config.metrics_listen:
         metrics.serve(config.metrics_listen, security, page)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
-    tracing = open_tracing(model, control.card.worker_id) if config.traces else None
-    return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
+    return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
 
 
 @contextlib.asynccontextmanager
@@ -201,17 +195,16 @@ def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCred
 def check_device(config: WorkerConfig) -> None:
     """Raises ValueError for a device that this machine lacks, and when OpenVINO is to run models here and cannot."""
     device = resolve_device(config.device)
-    if config.backend != "openvino" and config.weights != "int8":
+    if config.backend != "openvino":
         return
     reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
     if reason is not None:
-        asked = "--backend openvino" if config.backend == "openvino" else "--weights int8 needs OpenVINO"
-        raise ValueError(f"{asked}: {reason}")
+        raise ValueError(f"--backend openvino: {reason}")
 
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
     """Run the engine; its end, of any kind, ends the worker."""
-    running = asyncio.wrap_future(thread.serve(engine.run))
+    running = asyncio.wrap_future(thread.call(engine.run))
 
     def ended(future: asyncio.Future[None]) -> None:
         if not future.cancelled():

@@ -17,7 +17,6 @@ from speclen.transport.keyring import Keyring
 from speclen.transport.logs import Sparse
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc
-from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.reporting.messages import to_table
@@ -102,9 +101,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         write = functools.partial(self._write, stream, context)
         sequences: dict[int, SequenceMessages] = {}  # as they come: n is checked at admission
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
-        running = self._async_engine.running(
-            [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context), patience_s
-        )
+        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time, patience_s)
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
@@ -183,8 +180,3 @@ def caller_of(context: Context, keyring: Keyring | None = None) -> str:
     peer = context.peer()
     kind, _, _ = peer.partition(":")
     return peer.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
-
-
-def origin_of(context: Context) -> Origin:
-    """The origin of a call, for traces: its metadata that is text."""
-    return Origin(lambda: {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})

@@ -78,7 +78,6 @@ class GrammarState:
         self.failure = ""
         self._matcher: Matcher | None = matcher.deep_copy()
         self._kept, self._num_kept = matcher, 0  # a spare one, which has read so many output tokens
-        self._spent_s = 0.0
         self._mask_s = 0.0  # recent mean time of a mask
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
@@ -92,11 +91,6 @@ class GrammarState:
         # Paths beyond the output whose last token cannot be read, or after which there is no mask; with the reason.
         self._unreadable: dict[tuple[int, ...], str] = {}
         self._dead_ends: dict[tuple[int, ...], str] = {}
-
-    def take_spent_s(self) -> float:
-        """Seconds of masks since the last call."""
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
 
     @property
     def is_slow(self) -> bool:
@@ -145,7 +139,6 @@ class GrammarState:
             return self._masks_of(draft, first, columns)
         finally:
             took_s = time.perf_counter() - began
-            self._spent_s += took_s
             self._mask_s += MASK_SMOOTHING * (took_s / max(1, columns) - self._mask_s)
 
     def _masks_of(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:

@@ -136,7 +136,7 @@ class ContextKey(google.protobuf.message.Message):
     device: builtins.str
     """Kind of device, for example "cpu:AMD EPYC x2" or "cuda:NVIDIA H200"."""
     dtype: builtins.str
-    """"float32", "bfloat16" or "float16"; with "+int8" where weights were rounded to 8 bits."""
+    """"float32", "bfloat16" or "float16"."""
     engine_fingerprint: builtins.str
     """Digest of whatever else in the engine changes step times, for example thread count and attention path."""
     def __init__(

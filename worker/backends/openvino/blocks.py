@@ -55,9 +55,7 @@ class BlockPool:
         self.caches = self._make_caches()
         self._tables = np.zeros((num_rows, row_blocks), np.int32)
         self._held = np.zeros(num_rows, np.int64)  # blocks of each row
-        self._owners = np.zeros(
-            self.num_blocks, np.int32
-        )  # rows that have a block in their table, and the prefix cache
+        self._owners = np.zeros(self.num_blocks, np.int32)  # rows with a block in their table, and the prefix cache
         self._prefixes = PrefixCache(num_cached)
         self.num_looked_up_tokens = self.num_reused_tokens = 0
         self._free: list[int] = []  # with memory

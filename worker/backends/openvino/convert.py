@@ -20,8 +20,7 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.op import _PagedAttentionExtension
 
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.backends.openvino.trace import Weight, trace
-from speclen.worker.models.quantize import Int8Weight
+from speclen.worker.backends.openvino.trace import trace
 
 TOKEN_INPUTS = ("input_ids", "position_ids", "wanted")
 BLOCK_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
@@ -32,7 +31,7 @@ def cache_names(num_layers: int) -> list[str]:
     return [f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value")]
 
 
-def convert(model: Any, layers: Sequence[LayerShape]) -> tuple[ov.Model, list[Weight]]:
+def convert(model: Any, layers: Sequence[LayerShape]) -> tuple[ov.Model, list[torch.Tensor]]:
     """The model with the inputs named above, and the weights whose memory it reads: it does not keep them itself.
 
     Raises NotConvertibleError, or OpenVINO's errors for operators that it does not know.
@@ -80,7 +79,7 @@ def _paged_attention(context: Any) -> list[ov.Output]:
     return [node.output(0)]
 
 
-def _linear(context: Any, weights: list[Weight]) -> list[ov.Output]:
+def _linear(context: Any, weights: list[torch.Tensor]) -> list[ov.Output]:
     rows = context.get_input(0)
     weight = weights[context.get_values_from_const_input(1)]
     # Most layers have [outputs, inputs], GPT-2's [inputs, outputs].
@@ -88,22 +87,14 @@ def _linear(context: Any, weights: list[Weight]) -> list[ov.Output]:
     return [ops.matmul(rows, _constant(weight), False, transposed).output(0)]
 
 
-def _embedding(context: Any, weights: list[Weight]) -> list[ov.Output]:
+def _embedding(context: Any, weights: list[torch.Tensor]) -> list[ov.Output]:
     ids = context.get_input(0)
     table, axis = weights[context.get_values_from_const_input(1)], ops.constant(np.array(0, np.int32))
-    if isinstance(table, Int8Weight):
-        values, scales = (ops.gather(_constant(part), ids, axis) for part in (table.values, table.scales))
-        return [ops.multiply(values, scales).output(0)]
     return [ops.gather(_constant(table), ids, axis).output(0)]
 
 
-def _constant(weight: Weight) -> ov.Output:
+def _constant(weight: torch.Tensor) -> ov.Output:
     """The weight as float32, stored in its own dtype. The compilation sets the precision of products."""
-    if isinstance(weight, Int8Weight):
-        # Only in this form do products read the 8 bits.
-        return ops.multiply(_constant(weight.values), _constant(weight.scales)).output(0)
-    if weight.dtype == torch.int8:
-        return ops.convert(ops.constant(weight.numpy(), shared_memory=True), "f32").output(0)
     if weight.dtype == torch.float32:
         return ops.constant(weight.numpy(), shared_memory=True).output(0)
     raw = ov.Tensor(weight.view(torch.int16).numpy(), list(weight.shape), ov.Type.bf16)

@@ -23,10 +23,6 @@ class Input:
         self._view = self.tensor.data
         self._filled: object = None
 
-    @property
-    def size(self) -> int:
-        return self._view.size
-
     def fill(self, array: np.ndarray | int) -> None:
         if array is self._filled:
             return

@@ -15,7 +15,6 @@ from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
 from speclen.worker.backends.openvino.inputs import Input, Layout, joined, layout_of
-from speclen.worker.backends.openvino.trace import Weight
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class OpenVinoModel:
     def __init__(
         self,
         model: ov.Model,
-        weights: Sequence[Weight],
+        weights: Sequence[torch.Tensor],
         num_weight_bytes: int,
         pool: BlockPool,
         max_context_length: int,
@@ -77,7 +76,6 @@ class OpenVinoModel:
         options = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,  # else it is u8
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else weights of 8 bits are multiplied with activations of 8 bits
             "INFERENCE_NUM_THREADS": num_threads,
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,  # a thread that shares its core with another process must be able to leave

@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
 from speclen.worker.models.forgetful import hand_on_arguments
-from speclen.worker.models.quantize import Int8Weight, int8_of
 
-Weight: TypeAlias = torch.Tensor | Int8Weight
 IMPLEMENTATION = "speclen_openvino"
 NUM_EXAMPLE_TOKENS = 5
 
@@ -173,7 +171,7 @@ class Traceable(nn.Module):
 
 
 @torch.no_grad()
-def trace(model: Any, layers: Sequence[LayerShape]) -> tuple[Any, list[Weight]]:
+def trace(model: Any, layers: Sequence[LayerShape]) -> tuple[Any, list[torch.Tensor]]:
     """The recorded model, and the weights that its operators name. Raises NotConvertibleError."""
     traceable = Traceable(model)
     with warnings.catch_warnings():
@@ -191,12 +189,12 @@ def example_inputs(layers: Sequence[LayerShape]) -> tuple[torch.Tensor, ...]:
     return tokens, tokens, tokens[1:3], *blocks, *caches
 
 
-def _copy_without_weights(model: Any) -> tuple[list[Weight], Any, dict[int, int]]:
+def _copy_without_weights(model: Any) -> tuple[list[torch.Tensor], Any, dict[int, int]]:
     """The weights of linear and embedding layers, a copy without them, and their numbers by id of the placeholders.
 
     A placeholder is one element expanded to the weight's shape; all else is float32. Tied weights have one number.
     """
-    weights: list[Weight] = []
+    weights: list[torch.Tensor] = []
     memo: dict[int, Any] = {}
     numbers: dict[int, int] = {}
     for module in model.modules():
@@ -205,7 +203,7 @@ def _copy_without_weights(model: Any) -> tuple[list[Weight], Any, dict[int, int]
         stand_in = nn.Parameter(torch.zeros(()).expand(module.weight.shape), requires_grad=False)
         memo[id(module.weight)] = stand_in
         numbers[id(stand_in)] = len(weights)
-        weights.append(int8_of(module.weight) or module.weight.detach().contiguous())
+        weights.append(module.weight.detach().contiguous())
     copied = copy.deepcopy(model, memo)
     for tensor in (*copied.parameters(), *copied.buffers()):
         if id(tensor) not in numbers and tensor.is_floating_point():

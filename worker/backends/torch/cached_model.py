@@ -13,16 +13,12 @@ import torch.nn.functional as F
 
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
-from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
+from speclen.worker.backends.torch.row_attention import PackedAttention, RowAttention, StepMasks
 from speclen.worker.models.upload import upload
 
 # Packed passes are padded to a multiple of so many tokens. On a CPU a matrix product of a new size takes a millisecond
 # more and keeps its kernel: with prompts of all lengths the memory grew by 150 MB.
 TOKENS_MULTIPLE = 16
-# Prompts that attend together copy their rows, padded to the longest: of a model of 7 billion parameters 16 kB per token
-# and layer. Their tokens are padded to the longest, too.
-MOST_JOINED_TOKENS = 16_384
-MOST_FED_IN_VAIN = 4  # ratio of padded tokens to tokens
 
 
 class CachedModel:
@@ -42,7 +38,6 @@ class CachedModel:
         self.max_context_length = max_context_length
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
         self.asynchronous = self.device.type == "cuda"
-        self.joins_prompts = self.device.type == "cuda"  # all prompts of a pass attend in one kernel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
@@ -83,10 +78,10 @@ class CachedModel:
 
     def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """Logits of each part, with all tokens in one sequence."""
-        attentions = self._attentions(parts)
+        attentions = [self._attention(part) for part in parts]
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
-        positions = torch.cat([attention.fed_positions() for attention in attentions])
+        positions = torch.cat([attention.positions.flatten() for attention in attentions])
         with without_plans(self.device):
             logits = self.run(
                 F.pad(ids, (0, num_padding))[None],
@@ -96,23 +91,6 @@ class CachedModel:
             )[0]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
-
-    def _attentions(self, parts: Sequence[PassPart]) -> list[RowAttention]:
-        """One for each part, or one for all single rows at the end, which are prompts."""
-        first = len(parts)
-        while self.joins_prompts and first and parts[first - 1].rows.num_rows == 1:
-            first -= 1
-        joined = parts[first:]
-        if len(joined) < 2:
-            return [self._attention(part) for part in parts]
-        starts = np.array([part.rows.starts[0] + part.column for part in joined])
-        counts = np.array([part.num_queries for part in joined])
-        if not _may_join(starts, counts):
-            return [self._attention(part) for part in parts]
-        rows = np.array([part.rows.first_row for part in joined])
-        for row, end in zip(rows.tolist(), (starts + counts).tolist(), strict=True):
-            self.pool.note_written(row, end)
-        return [*(self._attention(part) for part in parts[:first]), JoinedRows(self.pool, rows, starts, counts)]
 
     def _attention(self, part: PassPart) -> RowAttention:
         """Attention of a part. Masks are made once per step; the rows' pages are noted as written."""
@@ -139,12 +117,6 @@ def without_plans(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
-    """True if rows with `starts` tokens and `counts` new ones are similar enough for one rectangle."""
-    is_small = len(starts) * int((starts + counts).max()) <= MOST_JOINED_TOKENS
-    return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
 
 
 def _kept_tokens(parts: Sequence[PassPart]) -> np.ndarray:

@@ -9,8 +9,10 @@ rounding alone; `check_model` compares them before serving.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +20,17 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
+from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.torch.attention import attend
-from speclen.worker.backends.torch.kernels import Kernels, kernels_for, warn_left_out
 from speclen.worker.backends.torch.row_attention import PackedAttention, RecordedRows, RowAttention
 
 # Classes of transformers whose layers are norm, attention, norm, gated MLP. The last one also normalises queries and keys.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SILUS = (nn.SiLU, SiLUActivation)
-FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed ahead
+Kernels: TypeAlias = Any  # the module `fused`, whose import fails without Triton
+
+log = logging.getLogger(__name__)
 
 
 def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
@@ -142,8 +146,7 @@ class LlamaDecoder(nn.Module):
     """A Llama-style model of transformers, with the part of its interface that the engine uses.
 
     angles: [positions, 2, head_dim], cosines and sines of each position, the first half of the sines negated: a rotated head
-    is x * cos + (x with its halves exchanged) * sin. On a CPU the table grows; elsewhere, where recorded passes need fixed
-    addresses, it has all max_context_length positions.
+    is x * cos + (x with its halves exchanged) * sin.
     """
 
     angles: torch.Tensor
@@ -162,22 +165,13 @@ class LlamaDecoder(nn.Module):
         self.norm = RMSNorm(model.model.norm)
         self.head = model.lm_head
         self.rotary = model.model.rotary_emb
-        self._most_positions = max_context_length
-        on_cpu = self.embedding.weight.device.type == "cpu"
-        num_positions = min(FIRST_POSITIONS, max_context_length) if on_cpu else max_context_length
-        self.register_buffer("angles", self._angles_of(num_positions))
+        self.register_buffer("angles", self._angles_of(max_context_length))
 
     def _angles_of(self, num_positions: int) -> torch.Tensor:
         weight = self.embedding.weight
         cos, sin = self.rotary(weight[:1], torch.arange(num_positions, device=weight.device)[None])
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
         return torch.stack([cos[0], sin[0]], dim=1)
-
-    def reach(self, position_ids: torch.Tensor) -> None:
-        """Extend the angles to these positions, at least doubling the table."""
-        needed = int(position_ids.max()) + 1
-        if needed > len(self.angles):
-            self.angles = self._angles_of(min(self._most_positions, max(needed, 2 * len(self.angles))))
 
     def leave_out_kernels(self, reason: str) -> None:
         """Use torch's alone from now on, after a warning."""
@@ -204,8 +198,6 @@ class LlamaDecoder(nn.Module):
 
         logits_to_keep: number of last positions, or their indices. use_cache: unused, as keys are in row_attention's pool.
         """
-        if len(self.angles) < self._most_positions:
-            self.reach(position_ids)
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
         # Launching one from Python takes longer than launching the operators it replaces from C++.
         kernels = self.kernels if isinstance(row_attention, RecordedRows) else None
@@ -250,3 +242,24 @@ def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
     for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = piece
     return whole
+
+
+@cache
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """`fused`, on a GPU where it runs in this dtype; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    try:
+        from speclen.worker.backends.torch import fused
+
+        if fused.works_on(device, dtype):
+            return fused
+        reason = "they compute something else"
+    except Exception as error:  # no Triton, no compiler, or an unknown GPU
+        reason = first_line(error)
+    warn_left_out(reason)
+    return None
+
+
+def warn_left_out(reason: str) -> None:
+    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)

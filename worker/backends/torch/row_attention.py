@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from speclen.worker.backends.kv_cache import KVPool
-from speclen.worker.models.upload import upload
 
 # torch's GPU kernel reads eight mask elements at once and checks strides, not where a column begins: with an odd number of
 # tokens some columns end the process ("misaligned address"), others are copied.
@@ -53,7 +51,7 @@ class RowAttention:
     """One pass of one model over rows first_row, first_row + 1, ... of its pool.
 
     columns: of the masks, those of this pass. start: set if every row writes from that position on, so that writing is a
-    plain copy. num_fed: tokens of all rows.
+    plain copy.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class RowAttention:
         self.start = start
         self.positions = masks.positions[:, columns]
         self.num_rows, self.num_queries = self.positions.shape
-        self.num_fed = self.num_rows * self.num_queries
         self._write_index: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grouped: dict[tuple[int | None, int], torch.Tensor] = {}
 
@@ -101,18 +98,6 @@ class RowAttention:
     def _rows(self) -> torch.Tensor:
         """[rows] of the pool."""
         return torch.arange(self.first_row, self.first_row + self.num_rows, device=self.positions.device)
-
-    def fed_positions(self) -> torch.Tensor:
-        """[num_fed], row after row."""
-        return self.positions.flatten()
-
-    def rectangle(self, fed: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, queries, head_dim] from [heads, num_fed, head_dim], row after row."""
-        return fed.unflatten(1, (self.num_rows, self.num_queries)).transpose(0, 1)
-
-    def flat(self, output: torch.Tensor) -> torch.Tensor:
-        """[num_fed, heads, head_dim], row after row, from [rows, queries, heads, head_dim]."""
-        return output.flatten(0, 1)
 
     def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [rows, kv_heads, num_tokens, head_dim] of keys and values."""
@@ -147,41 +132,6 @@ class RecordedRows(RowAttention):
         return self.rows
 
 
-class JoinedRows(RowAttention):
-    """Any rows with different numbers of tokens, padded by repeating the last token.
-
-    On a GPU kernels for one of them take as long as those for all. Repeated tokens write to the same place, and their output
-    is dropped. rows: [n], of the pool; starts, counts: [n], tokens in each row, and tokens of this pass.
-    """
-
-    def __init__(self, pool: KVPool, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        device, width = pool.device, np.arange(counts.max())
-        columns = np.minimum(width, counts[:, None] - 1)
-        positions = upload(starts[:, None] + columns, device)
-        super().__init__(pool, StepMasks(positions, int((starts + counts).max()), pool.dtype), slice(None))
-        self.num_fed = int(counts.sum())
-        self._places = upload(rows, device)
-        firsts = np.cumsum(counts) - counts
-        self._token_at = upload((firsts[:, None] + columns).ravel(), device)
-        self._kept = upload(np.flatnonzero(width < counts[:, None]), device)
-
-    def _rows(self) -> torch.Tensor:
-        return self._places
-
-    def fed_positions(self) -> torch.Tensor:
-        return self.positions.flatten()[self._kept]
-
-    def rectangle(self, fed: torch.Tensor) -> torch.Tensor:
-        return super().rectangle(fed.index_select(1, self._token_at))
-
-    def flat(self, output: torch.Tensor) -> torch.Tensor:
-        return super().flat(output).index_select(0, self._kept)
-
-    def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = layer[:, :, :, : self.masks.num_tokens].index_select(0, self._places)
-        return rows[:, 0], rows[:, 1]
-
-
 class PackedAttention:
     """One pass of one model over several groups of rows, whose tokens form one sequence.
 
@@ -194,11 +144,15 @@ class PackedAttention:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[1, heads, tokens, head_dim] as the parts' [rows, heads, queries, head_dim]."""
-        *pieces, _ = tensor[0].split([*(part.num_fed for part in self.parts), self.num_padding], dim=1)
-        return [part.rectangle(piece) for piece, part in zip(pieces, self.parts, strict=True)]
+        counts = [part.num_rows * part.num_queries for part in self.parts]
+        *pieces, _ = tensor[0].split([*counts, self.num_padding], dim=1)
+        return [
+            piece.unflatten(1, (part.num_rows, part.num_queries)).transpose(0, 1)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
 
     def join(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """The parts' [rows, queries, heads, head_dim] as [1, tokens, heads, head_dim]."""
-        flat = [part.flat(output) for output, part in zip(outputs, self.parts, strict=True)]
+        flat = [output.flatten(0, 1) for output in outputs]
         flat.append(flat[0].new_zeros(self.num_padding, *flat[0].shape[1:]))
         return torch.cat(flat)[None]
