@@ -167,22 +167,14 @@ def sampled(accepted: dict[str, int | None]) -> Any:
     return ModelRunnerOutput(rows, {name: i for i, name in enumerate(accepted)})
 
 
-class HfConfig:
-    def __init__(self, **values: Any) -> None:
-        self.values = values
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.values
-
-
 def config(**changes: Any) -> Any:
     """A VllmConfig: what of it is looked at. changes: by the dotted name, with __ for the dot."""
-    draft = SimpleNamespace(hf_config=HfConfig(model_type="llama", hidden_size=64), max_model_len=4096)
+    draft = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 64}), max_model_len=4096)
     whole = SimpleNamespace(
         model_config=SimpleNamespace(
             model="/models/target",
             dtype="torch.bfloat16",
-            hf_config=HfConfig(model_type="llama", hidden_size=768),
+            hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 768}),
             enforce_eager=True,
             quantization=None,
             max_model_len=4096,
