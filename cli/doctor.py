@@ -57,7 +57,7 @@ def doctor(
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        Console().print(report(findings))
+        Console(markup=False).print(report(findings))
     if any(finding.status == "failed" for finding in findings):
         raise typer.Exit(1)
 

@@ -111,7 +111,7 @@ def changes_of(result: Replay) -> dict[str, int]:
 
 def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int, num_left_out: int) -> None:
     """Agreement in words, costs as a table. num_missing: groups; num_left_out: reports that --newest left out."""
-    console = Console()
+    console = Console(markup=False, highlight=False)
     console.print(
         f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
         f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."

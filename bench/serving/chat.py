@@ -39,10 +39,14 @@ class ChatPrompts:
 
     def draw(self, kind: str, seed: int, held_out: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt, up to where the answer begins."""
+        messages = self.messages(kind, seed, held_out)
+        return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+    def messages(self, kind: str, seed: int, held_out: bool = True) -> list[dict[str, str]]:
+        """The same as messages of a chat."""
         roles = ("user", "assistant")
         turns = self.turns(kind, seed, held_out)
-        messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
-        return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+        return [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
 
     def turns(self, kind: str, seed: int, held_out: bool = True) -> list[str]:
         """Messages of user and assistant in turn, the user first and last."""

@@ -76,7 +76,7 @@ def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
 
 def watch(channels: dict[str, grpc.Channel], client: Client, interval_s: float) -> None:
     previous = {address: ask(address, channel, client) for address, channel in channels.items()}
-    with Live(console=Console(), auto_refresh=False) as live:
+    with Live(console=Console(markup=False), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
             current = {address: ask(address, channel, client) for address, channel in channels.items()}

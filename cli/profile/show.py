@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,20 +10,13 @@ from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_token
 from speclen.cli.profile.document import ProfileDocument
 
 
-def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-
-
 def show(document: ProfileDocument, analysis: Analysis) -> None:
     """Time per token with the best marked, the estimator's choice, and survival."""
-    out = console()
-    context = document.context
-    out.print(f"[bold]{context.target}[/] with {context.draft}, {context.dtype} on {context.device}", soft_wrap=True)
+    out, context = Console(highlight=False, markup=False), document.context
+    out.print(f"{context.target} with {context.draft}, {context.dtype} on {context.device}", style="bold")
     prior = ", measured elsewhere: a starting point only" if document.profile.as_prior else ""
-    out.print(
-        f"{context.engine_fingerprint}; {document.measured_at} UTC; {document.profile.source}{prior}", soft_wrap=True
-    )
-    out.print("\nms per token and row, by speculation length (down) and batch size (across); * is least")
+    out.print(f"{context.engine_fingerprint}; {document.measured_at}; {document.profile.source}{prior}")
+    out.print("\nms per token, by speculation length (down) and batch size (across); * is least")
     out.print(time_table(analysis))
     out.print(survival_line(document))
 
@@ -47,7 +38,7 @@ def time_table(analysis: Analysis) -> Table:
 
 def choice(length: int, excess: float | None) -> str:
     """The length that the estimator selects, and how much slower than the best it is, as measured."""
-    return f"{length}" if excess is None else f"{length} (+{excess:.0%})"
+    return f"{length} (+{excess:.0%})" if excess else f"{length}"
 
 
 def time_cell(batch: BatchAnalysis, length: int) -> Text:
@@ -64,7 +55,6 @@ def survival_line(document: ProfileDocument) -> str:
         return "No survival was measured: only length 0 was run."
     shares = " ".join(f"{value:.3f}" for value in profile.survival)
     rows = ", ".join(f"{count:,}" for count in profile.num_survival_rows)
-    tokens = expected_tokens(profile, len(profile.survival))
-    return (
-        f"survival by position: {shares} (of {rows} rows); {tokens:.2f} tokens a step at length {len(profile.survival)}"
-    )
+    longest = len(profile.survival)
+    tokens = f"{expected_tokens(profile, longest):.2f} tokens a step at length {longest}"
+    return f"survival by position: {shares} (of {rows} sequences); {tokens}"

@@ -79,14 +79,13 @@ def in_words(explanation: Explanation) -> list[str]:
 
 def _about_choice(explanation: Explanation) -> list[str]:
     chosen = explanation.chosen
-    sizes = (
-        f"{chosen.batch_min} to {chosen.batch_max}" if chosen.batch_min < chosen.batch_max else f"{chosen.batch_min}"
-    )
+    low, high = chosen.batch_min, chosen.batch_max
+    others = f", like every batch size of {low} to {high}" if low < high else ""
     known = f"from {chosen.num_steps} usable samples at these sizes"
     if chosen.observed_step_s is not None:
         known += f", which took {1e3 * chosen.observed_step_s:.3g} ms on average"
     return [
-        f"A batch of {explanation.batch_size} uses '{chosen.arm}', like every batch size of {sizes}.",
+        f"A batch of {explanation.batch_size} uses '{chosen.arm}'{others}.",
         f"A step yields {chosen.expected_tokens:.2f} tokens per sequence in {1e3 * chosen.step_s:.3g} ms: "
         f"{chosen.ms_per_token:.4g} ms per token (95%: {chosen.ms_per_token_low:.4g} to {chosen.ms_per_token_high:.4g}), "
         f"{known}.",

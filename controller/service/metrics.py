@@ -118,14 +118,11 @@ class ControllerCollector:
         yield FAMILIES.gauges("predicted_ms_per_token", words, BUCKET, ms_per_token)
 
     def _prediction(self) -> Iterator[Metric]:
-        error, steps, observed, predicted = Labelled(), Labelled(), Labelled(), Labelled()
+        steps, observed, predicted = Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
             for sizes, sums in prediction.compared.items():
                 labels = str(key), bucket_label(*sizes)
-                error[labels], steps[labels] = sums.error, sums.num_steps
-                observed[labels], predicted[labels] = sums.observed_s, sums.predicted_s
-        words = "Observed over predicted time of recent steps, minus 1"
-        yield FAMILIES.gauges("prediction_error_ratio", words, BUCKET, error)
+                steps[labels], observed[labels], predicted[labels] = sums.num_steps, sums.observed_s, sums.predicted_s
         yield FAMILIES.counters("compared_steps", "Steps whose time was compared", BUCKET, steps)
         yield FAMILIES.counters("observed_step_seconds", "Time of these steps", BUCKET, observed)
         words = "Predicted time for their tokens"

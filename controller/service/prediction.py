@@ -7,30 +7,19 @@ from dataclasses import dataclass
 
 from speclen.records import Choice, StepRecord, Table
 
-MEMORY = 0.999  # weight that an older step keeps: the last thousand count
-
 
 @dataclass(slots=True)
 class Compared:
-    """Sums over the compared steps of one range of batch sizes, in seconds. recent_*: older steps forgotten."""
+    """Sums over the compared steps of one range of batch sizes, in seconds. Their ratio over a while is the error."""
 
     num_steps: int = 0
     observed_s: float = 0.0
     predicted_s: float = 0.0
-    recent_observed_s: float = 0.0
-    recent_predicted_s: float = 0.0
 
     def add(self, observed_s: float, predicted_s: float) -> None:
         self.num_steps += 1
         self.observed_s += observed_s
         self.predicted_s += predicted_s
-        self.recent_observed_s = MEMORY * self.recent_observed_s + observed_s
-        self.recent_predicted_s = MEMORY * self.recent_predicted_s + predicted_s
-
-    @property
-    def error(self) -> float:
-        """Of recent steps. 0.1: they take a tenth longer than predicted."""
-        return self.recent_observed_s / self.recent_predicted_s - 1.0
 
 
 class PredictionError:

@@ -1,4 +1,4 @@
-"""Write the pair that speclen serves, in the dtype it is served in, and the requests, for the peers to use.
+"""Write the pair that speclen serves, in the dtype it is served in, and requests, for scripts/vllm to use.
 
 Runs in the project's environment.
 """

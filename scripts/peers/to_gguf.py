@@ -1,18 +1,18 @@
-"""Write a Llama-style checkpoint with a byte-level BPE tokenizer as GGUF, so that llama.cpp serves the same weights.
+"""Write a Llama-style checkpoint with a byte-level BPE tokenizer as GGUF, for llama.cpp's server.
 
-Needs the packages gguf and numpy only; runs in the environment of the peer. Norms become float32 as llama.cpp expects;
-the other weights keep their dtype unless --dtype says otherwise: its CPU kernels differ a lot in speed by dtype.
+Norms become float32, as llama.cpp expects; other weights keep their dtype.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 # Names inside a layer, ours to llama.cpp's.
 LAYER_NAMES = {
@@ -48,32 +48,9 @@ def to_interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """bfloat16 comes as uint16, since numpy has no such type."""
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        header_size = int.from_bytes(file.read_bytes()[:8], "little")
-        header = json.loads(file.read_bytes()[8 : 8 + header_size])
-        data = np.memmap(file, dtype=np.uint8, mode="r", offset=8 + header_size)
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            dtype = {"BF16": np.uint16, "F32": np.float32, "F16": np.float16}[entry["dtype"]]
-            tensors[name] = np.array(data[begin:end]).view(dtype).reshape(entry["shape"])
-    return tensors
-
-
-def to_float32(values: np.ndarray) -> np.ndarray:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
-
-
 def add_hyperparameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -83,79 +60,61 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, eos_id: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    vocab, special = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
-    by_id = {index: token for token, index in vocab.items()}
-    tokens = [by_id.get(index, f"<unused{index}>") for index in range(vocab_size)]
-    kinds = [
-        gguf.TokenType.CONTROL
-        if index in special
-        else (gguf.TokenType.NORMAL if index in by_id else gguf.TokenType.UNUSED)
-        for index in range(vocab_size)
-    ]
+    special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    by_id = {index: token for token, index in tokenizer["model"]["vocab"].items()} | special
+    ids = range(config["vocab_size"])
+    kinds = [gguf.TokenType.NORMAL if index in by_id else gguf.TokenType.UNUSED for index in ids]
+    for index in special:
+        kinds[index] = gguf.TokenType.CONTROL
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("starcoder")  # byte-level BPE with single digits
-    writer.add_token_list(tokens)
+    writer.add_tokenizer_pre("smollm")  # byte-level BPE with single digits
+    writer.add_token_list([by_id.get(index, f"<unused{index}>") for index in ids])
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    writer.add_eos_token_id(eos_id)
-    writer.add_bos_token_id(eos_id)
+    eos = config["eos_token_id"]
+    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
     writer.add_add_bos_token(False)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text("utf-8"))
 
 
-def add_tensors(
-    writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], config: dict[str, Any], dtype: str | None
-) -> None:
+def add_tensors(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    for name, values in tensors.items():
-        if name.endswith("q_proj.weight"):
-            values = to_interleaved(values, heads)
-        elif name.endswith("k_proj.weight"):
-            values = to_interleaved(values, kv_heads)
-        if values.ndim == 1 or dtype == "float32":
-            writer.add_tensor(gguf_name(name), to_float32(values))
-        elif dtype == "float16":
-            writer.add_tensor(gguf_name(name), to_float32(values).astype(np.float16))
-        elif values.dtype == np.uint16:
-            # The writer wants raw bytes for a type that numpy lacks.
-            raw = values.view(np.uint8)
-            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    interleaved = {"q_proj": heads, "k_proj": config.get("num_key_value_heads") or heads}
+    tensors = load_file(folder / "model.safetensors")
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        in_half = tensor.dtype == torch.bfloat16  # which numpy lacks
+        values = (tensor.view(torch.int16) if in_half else tensor).numpy()
+        if num_heads := interleaved.get(name.split(".")[-2]):
+            values = to_interleaved(values, num_heads)
+        if tensor.ndim == 1:
+            writer.add_tensor(gguf_name(name), tensor.float().numpy())
+        elif in_half:
+            writer.add_tensor(gguf_name(name), values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
             writer.add_tensor(gguf_name(name), values)
 
 
-def convert(folder: Path, out: Path, dtype: str | None) -> None:
-    """Raises SystemExit naming what is not of the expected family."""
+def convert(folder: Path, out: Path) -> None:
+    """Raises ValueError for a model of another family."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if config["model_type"] != "llama":
-        raise SystemExit(f"{folder} holds a {config['model_type']} model; only llama is converted")
-    eos = config["eos_token_id"]
-    tensors = read_tensors(folder)
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
+        raise ValueError(f"{folder} holds a {config['model_type']} model; only llama is converted")
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_name(folder.name)
     add_hyperparameters(writer, config)
-    add_tokenizer(writer, folder, config["vocab_size"], eos[0] if isinstance(eos, list) else eos)
-    add_tensors(writer, tensors, config, dtype)
+    add_tokenizer(writer, folder, config)
+    add_tensors(writer, folder, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "float16"), help="default: as in the checkpoint")
-    arguments = parser.parse_args()
-    convert(arguments.folder, arguments.out, arguments.dtype)

@@ -4,10 +4,8 @@ import pytest
 
 from speclen.controller.service.registry import (
     FullError,
-    OldEpochError,
     Registration,
     Registry,
-    UnregisteredError,
 )
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.records import ContextKey, Limits
@@ -54,23 +52,6 @@ def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
     assert (again.worker_key, again.epoch, again.context.key) == (key, 8, OTHER)
     assert (again.seqs.applied_seq, again.durable_seq, again.seqs.missing) == (0, 0, [])
     assert (again.num_reports, again.seqs.num_missing, again.seqs.num_repeated) == (2, 3, 1)
-
-
-def test_an_old_life_is_refused_everywhere():
-    known = registry()
-    known.register(registration(epoch=8))
-    for attempt in (lambda: known.register(registration(epoch=7)), lambda: known.find("w", 7)):
-        with pytest.raises(OldEpochError, match="epoch 7 of worker 'w' is over: epoch 8"):
-            attempt()
-    assert known.workers["w"].epoch == 8
-
-
-def test_who_is_not_known_is_told_to_register():
-    known = registry()
-    known.register(registration())
-    for worker_id, epoch in (("stranger", 7), ("w", 9)):
-        with pytest.raises(UnregisteredError, match="RegisterWorker"):
-            known.find(worker_id, epoch)
 
 
 def test_one_life_has_one_context():
