@@ -30,12 +30,10 @@ class WorkerSettings:
     max_length: int = 8
     threads: int = 0
     backend: str = "auto"
-    max_cached_tokens: int | None = None  # None: a worker's default
 
     def as_config(self) -> dict[str, str | int]:
         """The same as settings of a worker's configuration. Requests that wait are measured, and none is refused."""
-        known = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
-        return known | {"max_waiting": 100_000}
+        return {name: getattr(self, name) for name in self.__slots__} | {"max_waiting": 100_000}
 
 
 def seed_controller(controller: str, worker: str, profile: Path) -> None:
