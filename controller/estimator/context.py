@@ -103,9 +103,8 @@ class Context:
         longest = max(each.limits.max_speculation_length for each in self.pair)
         for each in self.pair:
             each.workers.extend_tokens(longest)
-            if each is not self:
-                for name in each.groups:
-                    each.estimate(name)
+            for name in each.groups:
+                each.estimate(name)
 
     def widen(self, limits: Limits) -> None:
         """Go on with larger limits."""

@@ -257,6 +257,14 @@ def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -
     assert worker.estimator.table(KEY).arm_for(1) == Arm(length)
 
 
+def test_a_policy_that_does_not_learn_goes_on_with_longer_lengths() -> None:
+    worker = Worker(made("fixed:5", limits=Limits(8, 2)))
+    worker.serve(4, 40)
+    decisions = worker.estimator.add_context(KEY, Limits(8, 7))
+    assert [each.arm for each in decisions] == [Arm(5)] * 8
+    assert all(each.previous_ms_per_token and each.ms_per_token for each in decisions)
+
+
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="best"):
         Estimator("best")
