@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from speclen.bench.engine.forward_clock import ForwardClock
 from speclen.records import PLAIN, Arm, StepRecord
-from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare
@@ -45,7 +44,6 @@ class EngineBench:
         pair: ModelPair,
         max_batch_size: int,
         max_length: int,
-        recorder: Recorder | None = None,
         backend: str = "auto",
     ) -> None:
         self.chooser = FixedArm(PLAIN)
@@ -55,7 +53,7 @@ class EngineBench:
             max_speculation_length=max_length,
             backend=backend,
         )
-        self.engine = Engine(pair, config, self.chooser, prepare(pair, config, recorder))
+        self.engine = Engine(pair, config, self.chooser, prepare(pair, config))
         self.target_clock = ForwardClock(self.engine.target)
         self.draft_clock = ForwardClock(self.engine.draft)
 

@@ -1,4 +1,4 @@
-"""`speclen bench step`: cost and yield of a step at every batch size and length, beside transformers' generation."""
+"""`speclen bench step`: cost and yield of a step at every batch size and length."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
-from transformers.utils import logging as transformers_logging
 
 from speclen.bench.engine.run import EngineBench, TimedStep
-from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.spread import Spread, figure, ratio, spread
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.files import write_whole
@@ -28,9 +27,8 @@ from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
-ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
 MS = ("step_ms", "draft_ms", "verify_ms", "other_ms")
 
 
@@ -47,16 +45,12 @@ class Settings:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One thing to time: an engine at a length, `generate`, or assisted generation at a length (None: its default).
+class Work(NamedTuple):
+    """One thing to time."""
 
-    kind: of an engine its backend, else "generate" or "assisted".
-    """
-
-    kind: str
     batch_size: int
-    length: int | None = None
+    length: int
+    backend: str
 
 
 @flags_from(WorkerConfig, "target", "draft", "device", "dtype")
@@ -68,14 +62,12 @@ def step(
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
     threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as a worker uses."),
-    prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     seed: int = typer.Option(0, help="Seed of the prompts and of the order."),
-    baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path | None = typer.Option(None, help="Also write the JSON to this file."),
     **models: str,
 ) -> None:
-    """Measure step times, tokens per step, and throughput beside transformers on the same weights.
+    """Measure step times, tokens per step and throughput of the engine alone.
 
     Example: speclen bench step --target bundled:target-60m --batch-sizes 1,8 --lengths 0,3,6
     """
@@ -92,8 +84,8 @@ def step(
         pair = load_pair(**(models | {"draft": draft_of(models["target"], models["draft"])}))
         set_threads(threads, pair)
         check(settings, pair)
-        source = PromptSource(pair.tokenizer, texts_from_file(prompts) if prompts else held_out_texts(), seed)
-        result = measure(pair, settings, source, baselines)
+        source = PromptSource(pair.tokenizer, held_out_texts(), seed)
+        result = measure(pair, settings, source)
     except ValueError as error:
         raise UserError(str(error)) from error
     text = json.dumps(result, indent=2)
@@ -115,28 +107,26 @@ def check(settings: Settings, pair: ModelPair) -> None:
         )
 
 
-def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines: bool) -> dict[str, Any]:
+def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[str, Any]:
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
     engines = {
         backend: EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1], backend=backend)
         for backend in settings.backends
     }
-    run = Runner(engines, TransformersBaseline(pair) if baselines else None)
-    works = list(all_works(settings, baselines, baselines and pair.draft is not None))
+    works = list(starmap(Work, product(settings.batch_sizes, settings.lengths, settings.backends)))
     rates: dict[Work, list[float]] = defaultdict(list)
     steps: dict[Work, list[TimedStep]] = defaultdict(list)
-    order = random.Random(settings.seed)
-    transformers_logging.set_verbosity_error()  # generate warns about its own internal calls
+    order, stderr, quiet = random.Random(settings.seed), Console(stderr=True), not sys.stderr.isatty()
     for repeat in range(settings.repeats + 1):
         prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
         title = f"repeat {repeat} of {settings.repeats}" if repeat else "warming up"
-        for work in progress(order.sample(works, len(works)), title):
+        for work in track(order.sample(works, len(works)), title, console=stderr, transient=True, disable=quiet):
             new_tokens = settings.new_tokens if repeat else min(8, settings.new_tokens)
-            seconds, timed = run(work, prompts[: work.batch_size], new_tokens)
+            run = engines[work.backend].run(prompts[: work.batch_size], new_tokens, work.length)
             if repeat:
-                rates[work].append(work.batch_size * new_tokens / seconds)
-                steps[work] += timed
-    plain = {work.batch_size: rates[work] for work in works if (work.kind, work.length) == (settings.backends[0], 0)}
+                rates[work].append(work.batch_size * new_tokens / run.seconds)
+                steps[work] += run.steps
+    plain = {size: rates[Work(size, 0, settings.backends[0])] for size in settings.batch_sizes}
     return {
         "target": pair.target_name,
         "draft": pair.draft_name,
@@ -148,46 +138,13 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """The engines by backend, and transformers, as things to time."""
-
-    engines: dict[str, EngineBench]
-    baseline: TransformersBaseline | None
-
-    def __call__(self, work: Work, prompts: list[tuple[int, ...]], new_tokens: int) -> tuple[float, list[TimedStep]]:
-        """Seconds of the whole batch, and the engine's steps."""
-        if work.kind in self.engines:
-            assert work.length is not None
-            done = self.engines[work.kind].run(prompts, new_tokens, work.length)
-            return done.seconds, done.steps
-        assert self.baseline is not None
-        if work.kind == "generate":
-            return self.baseline.generate(prompts, new_tokens), []
-        return self.baseline.assisted(prompts, new_tokens, work.length), []
-
-
-def all_works(settings: Settings, generate: bool, assisted: bool) -> Iterator[Work]:
-    for batch_size in settings.batch_sizes:
-        for length in settings.lengths:
-            yield from (Work(backend, batch_size, length) for backend in settings.backends)
-        if generate:
-            yield Work("generate", batch_size)
-    if assisted and 1 in settings.batch_sizes:
-        yield from (Work("assisted", 1, length) for length in ASSISTED_LENGTHS)
-
-
-def progress(works: list[Work], title: str) -> Iterator[Work]:
-    yield from track(works, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
 def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedStep]) -> dict[str, Any]:
     """Throughput over the repeats, and mean step time with its parts over all steps at full batch size.
 
     plain: tokens per second of the first backend at length 0, repeat by repeat.
     """
     row: dict[str, Any] = {
-        "kind": work.kind,
+        "kind": work.backend,
         "batch_size": work.batch_size,
         "speculation_length": work.length,
         "tokens_per_s": asdict(spread(rates)),
@@ -222,8 +179,7 @@ def show(result: dict[str, Any]) -> None:
     columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
-        length = row["speculation_length"]
-        where = (row["kind"], str(row["batch_size"]), "-" if length is None else str(length))
+        where = (row["kind"], str(row["batch_size"]), str(row["speculation_length"]))
         rates = (str(Spread(**row["tokens_per_s"])), figure(row["over_length_0"]["median"]))
         values = (figure(row[k]) if k in row else "-" for k in ("full_batch_tokens_per_s", "tokens_per_step", *MS))
         table.add_row(*where, *rates, *values)

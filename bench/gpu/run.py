@@ -25,14 +25,14 @@ from speclen.cli.support.machine import provenance
 NEEDED = ("grpc", "grpc_health", "typer", "structlog", "prometheus_client", "sqlite_utils")
 BENCH = (sys.executable, "-m", "speclen.cli.app", "bench")
 MODELS = "--device cuda --target bundled:target-6.7b --draft bundled:draft-125m --backend torch"
-STEPS = "--batch-sizes 1,8,32 --lengths 0,1,3,5,8 --repeats 2 --no-baselines"
+STEPS = "--batch-sizes 1,8,32 --lengths 0,1,3,5,8 --repeats 2"
 SERVING = (
     "--track closed-wide --max-batch-size 32 --block-s 3 --learn-s 25 "
     "--compare adaptive,none,fixed:1,fixed:3,fixed:5,fixed:8,n-gram"
 )
 # Everything once and small, on any CPU.
 DRY_MODELS = "--device cpu --target bundled:target --backend torch"
-DRY_STEPS = "--batch-sizes 2 --lengths 2 --repeats 1 --new-tokens 4 --no-baselines"
+DRY_STEPS = "--batch-sizes 2 --lengths 2 --repeats 1 --new-tokens 4"
 DRY_SERVING = (
     "--track closed-wide --max-batch-size 8 --max-length 2 --block-s 0.05 --learn-s 0.05 --repeats 4 "
     "--compare adaptive,fixed:2,n-gram"
