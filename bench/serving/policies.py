@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.cli.support.errors import UserError
-from speclen.records import PLAIN, Arm, Limits, parse_arm
+from speclen.records import Arm, Limits
+from speclen.worker.config import parse_policy
 from speclen.worker.profiling.file import table_from_file
 
 Table = tuple[Arm, ...]  # the arm of every batch size, that of 1 first
-KNOWN = ("adaptive", "none", "n-gram", "profile")
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """One policy: `adaptive`, or a table that never changes.
-
-    table: None for the one that learns.
-    """
-
-    name: str
-    table: Table | None = None
 
 
 def parse_policies(text: str, max_length: int) -> list[str]:
@@ -33,8 +21,11 @@ def parse_policies(text: str, max_length: int) -> list[str]:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--compare names {repeated} twice: name each policy once")
-    for name in names:
-        _check(name, max_length)
+    if unknown := next((name for name in names if not is_policy(name, max_length)), None):
+        raise UserError(
+            f"--compare {unknown!r} is unknown: use adaptive, none, n-gram, profile, fixed:0 to fixed:{max_length}, "
+            "or an arm such as n-gram else draft 3"
+        )
     return names
 
 
@@ -46,37 +37,24 @@ def expand(name: str) -> list[str]:
     return [f"fixed:{n}" if n else "none" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
 
 
-def _check(name: str, max_length: int) -> None:
-    if name not in KNOWN and not is_arm(name, max_length):
-        raise UserError(
-            f"--compare {name!r} is unknown: use {', '.join(KNOWN)}, fixed:0 to fixed:{max_length}, or an arm such as "
-            "n-gram else draft 3"
-        )
-
-
-def is_arm(name: str, max_length: int) -> bool:
-    """True for one arm within the longest length."""
+def is_policy(name: str, max_length: int) -> bool:
+    """True for a worker's policy within the longest length."""
     try:
-        return arm_of(name).speculation_length <= max_length
+        arm = parse_policy(name)
     except ValueError:
         return False
+    return arm is None or arm.speculation_length <= max_length
 
 
-def arm_of(name: str) -> Arm:
-    """The arm of "fixed:3" or "n-gram else draft 3". Raises ValueError."""
-    kind, _, number = name.partition(":")
-    return parse_arm(f"draft {number}" if kind == "fixed" else name)
-
-
-def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None) -> Policy:
-    """The policy of that name. Raises UserError when it lacks the profile that it needs."""
+def make_table(name: str, max_batch_size: int, max_length: int, profile: Path | None) -> Table | None:
+    """The table of a policy; None for `adaptive`, which learns. Raises UserError when it lacks the profile that it needs."""
+    if (arm := parse_policy(name)) is not None:
+        return (arm,) * max_batch_size
     if name == "adaptive":
-        return Policy(name)
-    if name != "profile":
-        return Policy(name, (PLAIN if name == "none" else arm_of(name),) * max_batch_size)
+        return None
     if profile is None:
         raise UserError("--compare profile needs --profile FILE: make one with `speclen profile run`")
-    return Policy(name, table_from_file(profile, Limits(max_batch_size, max_length)).arms[1:])
+    return table_from_file(profile, Limits(max_batch_size, max_length)).arms[1:]
 
 
 def in_words(table: Table) -> list[tuple[int, int, str]]:

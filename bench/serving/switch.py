@@ -2,8 +2,8 @@
 
     python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target-60m"}'
 
-It is an ordinary worker; what is special is a desk at which its parent, on stdin, opens policies and says which one the
-engine follows from now on. A policy that learns has a control client of its own, which hears of the steps that it chose
+It is an ordinary worker; what is special is a desk at which its parent, on stdin, says which policy the engine follows
+from now on. A policy that learns has a control client of its own, which hears of the steps that it chose
 and of no others. Between policies nothing runs, and what was remembered of earlier prompts is forgotten, so that who
 comes second is not served faster.
 """
@@ -18,7 +18,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speclen.records import StepRecord, parse_arm
@@ -35,7 +34,6 @@ JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
 POLL_S = 0.01
 SETTLE_S = 0.05  # for the engine's thread to end the step that finished the last request
-Command = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +58,11 @@ def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
 
 @dataclass(slots=True)
 class Desk:
-    """Opens and uses policies, one command a line. Every answer is one line, too."""
+    """Uses policies, one command a line. Every answer is one line, too."""
 
     config: WorkerConfig
     front: AsyncEngine
-    choosers: dict[str, ArmChooser] = field(default_factory=dict)
+    learning: dict[str, ArmChooser] = field(default_factory=dict)
     clients: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self, commands: asyncio.StreamReader) -> None:
@@ -78,42 +76,28 @@ class Desk:
             print(json.dumps(answer), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def obey(self, command: Command) -> None:
+    async def obey(self, command: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
-        verbs: dict[str, Callable[[Command], Any]] = {
-            "table": self.open_table,
-            "learning": self.open_learning,
-            "use": self.use,
-        }
-        await verbs[command["do"]](command)
+        verbs: dict[str, Callable[..., Any]] = {"open": self.open, "use": self.use}
+        await verbs[command.pop("do")](**command)
 
-    async def open_table(self, command: Command) -> None:
-        self.choosers[command["name"]] = table_of(command["ranges"])
-
-    async def open_learning(self, command: Command) -> None:
-        """A control client, joined to the controller at that address. profile: a file to begin with, or none."""
+    async def open(self, name: str, controller: str) -> None:
+        """Make a policy that learns: a control client, joined to the controller at that address."""
         from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
 
-        name, profile = command["name"], command["profile"]
-        config = replace(
-            self.config,
-            policy="adaptive",
-            controller=command["controller"],
-            profile=Path(profile) if profile else None,
-            worker_id=name,
-        )
-        engine = self.front.engine
+        config, engine = replace(self.config, controller=controller, worker_id=name), self.front.engine
         client = make_control(config, engine.pair, engine.backend)
         client.card = card_of(client.card, engine)
-        self.clients[name] = asyncio.create_task(client.run(command["controller"]))
-        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
-        self.choosers[name] = client
+        self.clients[name] = asyncio.create_task(client.run(controller))
+        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {controller}")
+        self.learning[name] = client
 
-    async def use(self, command: Command) -> None:
-        """Let the engine follow a policy from now on, once nothing runs any more."""
-        chooser, engine = self.choosers[command["name"]], self.front.engine
-        if (task := self.clients.get(command["name"])) is not None:
-            check_runs(command["name"], task)
+    async def use(self, name: str, ranges: list[tuple[int, int, str]] | None) -> None:
+        """Let the engine follow a table, or a policy that learns, from now on, once nothing runs any more."""
+        chooser: ArmChooser = self.learning[name] if ranges is None else table_of(ranges)
+        engine = self.front.engine
+        if ranges is None:
+            check_runs(name, self.clients[name])
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
         engine.use_chooser(chooser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,18 +16,28 @@ from typing import Any
 
 import grpc
 
-from speclen.bench.serving.deployment import (
-    START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    WorkerSettings,
-    free_address,
-    seed_controller,
-)
-from speclen.bench.serving.policies import Policy, in_words
+from speclen.bench.serving.policies import Table, in_words
+from speclen.cli.profile.document import read_document
+from speclen.cli.profile.importing import send
+from speclen.cli.support.client import Client
 from speclen.cli.support.database import copy_database
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child, without_settings
+from speclen.records import ContextKey
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
+from speclen.worker.config import WorkerConfig
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+MAX_WAITING = 100_000  # requests that wait are measured, and none is refused
+# Settings of a worker that a comparison may choose.
+SETTINGS = ("target", "draft", "device", "dtype", "max_batch_size", "max_length", "threads", "backend")
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @dataclass(slots=True)
@@ -36,7 +47,7 @@ class WarmWorker:
     profile: seeds the policies that learn.
     """
 
-    settings: WorkerSettings
+    settings: WorkerConfig
     profile: Path | None = None
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
@@ -59,16 +70,26 @@ class WarmWorker:
     ) -> None:
         self.stop()
 
-    def open(self, policy: Policy) -> None:
-        """Make a policy known to the worker. Raises UserError when it cannot be."""
-        if policy.table is None:
-            self._open_learning(policy)
-        else:
-            self._tell(do="table", name=policy.name, ranges=in_words(policy.table))
+    def open(self, name: str) -> None:
+        """Make a policy that learns, with a controller of its own. Raises UserError when that does not start."""
+        address, folder = free_address(), Path(self.folder.name) / name
+        arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
+        child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
+        self.controllers[name], self.databases[name] = child, folder / "speclen.db"
+        child.start()
+        child.wait_until_serving(START_TIMEOUT_S)
+        if self.profile is not None:  # one measured in another context is only a starting point
+            known = self.context()
+            context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
+            send(read_document(self.profile).to_request(context), address, Client())
+        self._tell(do="open", name=name, controller=address)
 
-    def use(self, name: str) -> None:
-        """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
-        self._tell(do="use", name=name)
+    def use(self, name: str, table: Table | None) -> None:
+        """Drain, and let the worker follow this policy from now on; prompts of before are forgotten.
+
+        table: None for a policy that learns, which was opened.
+        """
+        self._tell(do="use", name=name, ranges=table and in_words(table))
 
     def keep_reports(self, name: str, target: Path) -> None:
         """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
@@ -106,7 +127,8 @@ class WarmWorker:
         return lines[-1] if lines else "it printed nothing"
 
     def _start_worker(self) -> None:
-        config = {"listen": self.address, **self.settings.as_config()}
+        config = {name: getattr(self.settings, name) for name in SETTINGS}
+        config |= {"listen": self.address, "max_waiting": MAX_WAITING}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.bench.serving.switch", json.dumps(config)],
@@ -127,18 +149,6 @@ class WarmWorker:
                     if self.process.poll() is not None:
                         break
         raise UserError(f"the worker did not start: {self.last_line()}")
-
-    def _open_learning(self, policy: Policy) -> None:
-        address, folder = free_address(), Path(self.folder.name) / policy.name
-        arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
-        child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
-        self.controllers[policy.name], self.databases[policy.name] = child, folder / "speclen.db"
-        child.start()
-        child.wait_until_serving(START_TIMEOUT_S)
-        if self.profile is not None:
-            seed_controller(address, self.address, self.profile)
-        file = self.profile and str(self.profile.resolve())
-        self._tell(do="learning", name=policy.name, controller=address, profile=file)
 
     def _tell(self, **command: Any) -> None:
         """One command, and the worker's answer to it. Raises UserError with the worker's own words when it refuses."""

@@ -25,11 +25,11 @@ import torch
 import typer
 from table import LINES, Rows, markdown
 
-from speclen.bench.comparison.plan import load_tokenizer
 from speclen.bench.serving.chat import ChatPrompts
 from speclen.bench.serving.recipes import CHAT
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.processes import end_as_by_ctrl_c
+from speclen.worker.models.loading import load_tokenizer
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 600.0  # vLLM compiles

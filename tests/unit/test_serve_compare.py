@@ -195,7 +195,7 @@ ARRIVALS = [Arrival(0.0, "code", 0, 2, 3), Arrival(0.1, "code", 1, 2, 3, tempera
 
 
 def outputs(*tokens):
-    return [RequestOutcome(index, 0.0, finished_s=1.0, output_ids=ids) for index, ids in enumerate(tokens)]
+    return [RequestOutcome(0.0, finished_s=1.0, output_ids=ids) for ids in tokens]
 
 
 def checked(second):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from speclen.bench.serving.policies import expand, in_words, make_policy, parse_policies
+from speclen.bench.serving.policies import expand, in_words, make_table, parse_policies
 from speclen.cli.support.errors import UserError
 
 SIZES, LENGTHS = (1, 4), (0, 1, 2, 3)
@@ -53,7 +53,7 @@ def test_what_is_no_policy_is_named(text, words):
 
 def test_tables_of_every_kind(profile):
     def table(name):
-        return in_words(make_policy(name, 4, 3, profile).table)
+        return in_words(make_table(name, 4, 3, profile))
 
     assert table("none") == [(1, 4, "plain")]
     assert table("fixed:2") == [(1, 4, "draft 2")]
@@ -61,6 +61,6 @@ def test_tables_of_every_kind(profile):
     assert table("n-gram else draft 3") == [(1, 4, "n-gram else draft 3")]
     # 13 ms for 2.8 tokens at batch size 1; at 4, 10 ms a token is more than any position is accepted.
     assert table("profile") == [(1, 1, "draft 3"), (2, 4, "plain")]
-    assert make_policy("adaptive", 4, 3, None).table is None
+    assert make_table("adaptive", 4, 3, None) is None
     with pytest.raises(UserError, match="profile needs --profile"):
-        make_policy("profile", 4, 3, None)
+        make_table("profile", 4, 3, None)
