@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.comparison.rounds import Comparison, Ratio, to_rows
+from speclen.bench.comparison.rounds import Comparison, to_rows
 from speclen.cli.support.files import write_whole
 
 
@@ -21,16 +21,11 @@ def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]
         "resolution": comparison.resolution,
         "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
         "best_fixed": comparison.best_fixed(),
-        "ratios": [as_json(comparison.ratio(first, name)) for name in others],
-        "dropped": comparison.dropped,
+        "ratios": [asdict(comparison.ratio(first, name)) for name in others],
         "notes": comparison.notes(),
         "errors": comparison.errors(),
         "rounds": to_rows(comparison.rounds),
     }
-
-
-def as_json(ratio: Ratio) -> dict[str, Any]:
-    return {**asdict(ratio), "interval": None if ratio.interval is None else asdict(ratio.interval)}
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
