@@ -1,7 +1,10 @@
-"""Shows a comparison as tables for people."""
+"""Shows a comparison: as tables for people, and as a JSON file with every block."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.bench.comparison.rounds import Comparison, Ratio
+from speclen.cli.support.files import write_whole
 
 # Heading, figure of one block, format. Seconds unless the heading says otherwise.
 COLUMNS = (
@@ -19,6 +23,30 @@ COLUMNS = (
     ("tokens/s", lambda b: b.num_tokens / b.seconds, "{:.0f}"),
     ("accepted a step", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
 )
+
+
+def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
+    """facts: what the figures depend on; everything but single requests is in the result."""
+    first, *others = comparison.policies
+    return {
+        **facts,
+        "policies": list(comparison.policies),
+        "num_rounds": len(comparison.rounds),
+        "resolution": comparison.resolution,
+        "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
+        "best_fixed": comparison.best_fixed(),
+        "ratios": [asdict(comparison.ratio(first, name)) for name in others],
+        "notes": comparison.notes(),
+        "errors": comparison.errors(),
+        "rounds": [asdict(one) for one in comparison.rounds],
+    }
+
+
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Indented but for the rounds, of which each is a line. Raises UserError naming the file."""
+    rounds = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document["rounds"])
+    head = json.dumps({key: value for key, value in document.items() if key != "rounds"}, indent=1)[:-2]
+    write_whole(path, f'{head},\n "rounds": [\n  {rounds}\n ]\n}}')
 
 
 def print_comparison(document: dict[str, Any], comparison: Comparison, console: Console) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, ratio_of_sums
 from speclen.bench.serving.block import BlockFigures
@@ -106,12 +106,11 @@ class Comparison:
 
     def errors(self) -> dict[str, int]:
         """Failed requests by policy and reason."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for one in self.rounds:
             for name, block in one.blocks.items():
-                for reason, count in block.errors.items():
-                    found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + count
-        return found
+                found.update({f"{name}: {reason}": count for reason, count in block.errors.items()})
+        return dict(found)
 
 
 def run_rounds(
@@ -125,16 +124,15 @@ def run_rounds(
 ) -> None:
     """Add rounds until the intervals are narrow enough or time is up; Ctrl-C keeps those that are complete.
 
-    A round is not begun that would, by the mean of those before, end after time_is_up (by clock). Block numbers go on
-    after those that the comparison has.
+    A round is not begun that would, by the mean of those before, end after time_is_up (by clock).
     """
-    begun, done = clock(), 0
-    while not comparison.is_resolved() and done < max_rounds:
-        if done and clock() + (clock() - begun) / done > time_is_up:
+    begun = clock()
+    for number in range(1, max_rounds + 1):
+        late = number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up
+        if late or comparison.is_resolved():
             break
-        number = 1 + max((one.number for one in comparison.rounds), default=0)
         order = list(comparison.policies)
-        random.Random(f"{seed}:{number}").shuffle(order)  # of its own: runs that are put together repeat no orders
+        random.Random(f"{seed}:{number}").shuffle(order)
         try:
             comparison.rounds.append(serve_round(number, order))
         except KeyboardInterrupt:
@@ -142,16 +140,3 @@ def run_rounds(
                 raise
             say("interrupted: the rounds that are complete are kept")
             break
-        done += 1
-
-
-def to_rows(rounds: Iterable[Round]) -> list[dict[str, Any]]:
-    """Rounds as plain values."""
-    rows = []
-    for one in rounds:
-        blocks = {
-            name: {key: round(v, 5) if isinstance(v, float) else v for key, v in asdict(block).items()}
-            for name, block in one.blocks.items()
-        }
-        rows.append({"number": one.number, "order": list(one.order), "blocks": blocks})
-    return rows

@@ -14,10 +14,9 @@ import grpc
 import typer
 from rich.console import Console
 
-from speclen.bench.comparison.document import to_document, write_document
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
 from speclen.bench.comparison.plan import Plan
-from speclen.bench.comparison.report import print_comparison
+from speclen.bench.comparison.report import print_comparison, to_document, write_document
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block
 from speclen.bench.serving.capacity import LENGTHS, busy_block, busy_rate

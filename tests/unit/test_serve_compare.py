@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from speclen.bench.comparison.document import to_document
 from speclen.bench.comparison.outputs import OutputCheck
-from speclen.bench.comparison.report import print_comparison
+from speclen.bench.comparison.report import print_comparison, to_document
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import BlockFigures
 from speclen.bench.serving.load import RequestOutcome
