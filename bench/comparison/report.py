@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,21 @@ def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]
         "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
         "best_fixed": comparison.best_fixed(),
         "ratios": [asdict(comparison.ratio(first, name)) for name in others],
+        **({"tokens_per_s": rates_by_size(comparison, sizes)} if (sizes := facts.get("at_once")) else {}),
         "notes": comparison.notes(),
         "errors": comparison.errors(),
         "rounds": [asdict(one) for one in comparison.rounds],
     }
+
+
+def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Tokens per second by policy and requests at a time."""
+    found: dict[str, dict[str, float]] = {name: {} for name in comparison.policies}
+    for size, part in sorted(zip(sizes, comparison.parts, strict=True)):
+        for name, rates in found.items():
+            if blocks := [one.blocks[name] for one in part.rounds]:
+                rates[str(size)] = sum(block.num_tokens for block in blocks) / sum(block.seconds for block in blocks)
+    return found
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
@@ -55,7 +67,7 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
         f"{document['block_s']:g} s, every policy served the same requests; 95% confidence over blocks"
     )
     if sizes := document.get("at_once"):
-        print_by_size(dict(zip(sizes, comparison.parts, strict=True)), console)
+        print_by_size(document["tokens_per_s"], dict(zip(sizes, comparison.parts, strict=True)), console)
     else:
         print_latencies(comparison, console)
     for line in remarks(document):
@@ -94,21 +106,16 @@ def print_latencies(comparison: Comparison, console: Console) -> None:
     console.print(table)
 
 
-def print_by_size(parts: dict[int, Comparison], console: Console) -> None:
-    """parts: by requests at a time."""
-    sizes = sorted(parts)
-    first, *others = parts[sizes[0]].policies
-    console.print("by requests at a time:")
-    rate = table_of("tokens/s", *map(str, sizes))
+def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Comparison], console: Console) -> None:
+    """rates: by policy. parts: by requests at a time, both."""
+    sizes, (first, *others) = sorted(parts), rates
+    rate = table_of("tokens/s by requests at a time", *map(str, sizes))
     ratio = table_of(f"latency over that of {first} (above 1: {first} is faster)", *map(str, sizes))
-    for name in (first, *others):
-        blocks = [[one.blocks[name] for one in parts[size].rounds] for size in sizes]
-        sums = [(sum(b.num_tokens for b in mine), sum(b.seconds for b in mine)) for mine in blocks]
-        rate.add_row(name, *(f"{tokens / seconds:.0f}" if seconds else "–" for tokens, seconds in sums))
+    for name, row in rates.items():
+        rate.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
     for name in others:
         ratio.add_row(name, *(in_words(parts[size].ratio(name, first)) for size in sizes))
-    console.print(rate)
-    console.print(ratio)
+    console.print(rate, ratio)
 
 
 def in_words(ratio: Ratio) -> str:
