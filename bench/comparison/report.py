@@ -115,7 +115,8 @@ def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Compariso
         rate.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
     for name in others:
         ratio.add_row(name, *(in_words(parts[size].ratio(name, first)) for size in sizes))
-    console.print(rate, ratio)
+    console.print(rate)
+    console.print(ratio)
 
 
 def in_words(ratio: Ratio) -> str:
