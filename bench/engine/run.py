@@ -1,4 +1,4 @@
-"""Drives the engine with one batch at one speculation length, and splits its steps into draft, verify and the rest."""
+"""Drives the engine with one batch at one speculation length."""
 
 from __future__ import annotations
 
@@ -6,56 +6,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from speclen.bench.engine.forward_clock import ForwardClock
 from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 
 @dataclass(slots=True)
-class TimedStep:
-    """A step at full batch size that no flag excludes, with the seconds its forwards took; None where unknown."""
-
-    record: StepRecord
-    draft_s: float | None
-    verify_s: float | None
-
-
-@dataclass(slots=True)
 class EngineRun:
-    """seconds: from submitting the first prompt to the last token. steps: those at full batch size.
+    """seconds: from submitting the first prompt to the last token. outputs: token ids by number of the prompt.
 
-    outputs: token ids by number of the prompt.
+    steps: those at full batch size that no flag excludes.
     """
 
     seconds: float
-    steps: list[TimedStep] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
 
 class EngineBench:
     """One engine over a pair, run again and again with other batches and lengths."""
 
-    def __init__(
-        self,
-        pair: ModelPair,
-        max_batch_size: int,
-        max_length: int,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int, backend: str = "auto") -> None:
         self.chooser = FixedArm(PLAIN)
-        self.synchronous = pair.device.type == "cpu"
-        config = EngineConfig(
-            max_batch_size=max_batch_size,
-            max_speculation_length=max_length,
-            backend=backend,
-        )
-        self.engine = Engine(pair, config, self.chooser, prepare(pair, config))
-        self.target_clock = ForwardClock(self.engine.target)
-        self.draft_clock = ForwardClock(self.engine.draft)
+        config = EngineConfig(max_batch_size=max_batch_size, max_speculation_length=max_length, backend=backend)
+        self.engine = Engine(pair, config, self.chooser)
 
     def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
         """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""
@@ -69,19 +45,12 @@ class EngineBench:
             request = GenerationRequest(f"bench-{number}", tuple(prompt), sampling)
             self.engine.submit(request, self._receiver(number, run, unfinished))
         while unfinished:
-            self._step(run, len(prompts))
+            record = self.engine.step()
+            # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
+            if record and not record.flags and (record.batch_size, record.arm) == (len(prompts), self.chooser.arm):
+                run.steps.append(record)
         run.seconds = time.perf_counter() - start
         return run
-
-    def _step(self, run: EngineRun, batch_size: int) -> None:
-        draft_before, verify_before = self.draft_clock.seconds, self.target_clock.seconds
-        record = self.engine.step()
-        # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
-        if record is None or record.batch_size != batch_size or record.arm != self.chooser.arm or record.flags:
-            return
-        draft_s = self.draft_clock.seconds - draft_before if self.synchronous else None
-        verify_s = self.target_clock.seconds - verify_before if self.synchronous else None
-        run.steps.append(TimedStep(record, draft_s, verify_s))
 
     @staticmethod
     def _receiver(number: int, run: EngineRun, unfinished: set[int]) -> Callable[[SequenceOutput], None]:

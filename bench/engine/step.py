@@ -6,10 +6,10 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product, starmap
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import typer
@@ -17,19 +17,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from speclen.bench.engine.run import EngineBench, TimedStep
+from speclen.bench.engine.run import EngineBench
 from speclen.bench.spread import Spread, figure, ratio, spread
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
+from speclen.records import StepRecord
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
-MS = ("step_ms", "draft_ms", "verify_ms", "other_ms")
+OF_STEPS = ("full_batch_tokens_per_s", "tokens_per_step", "step_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
     }
     works = list(starmap(Work, product(settings.batch_sizes, settings.lengths, settings.backends)))
     rates: dict[Work, list[float]] = defaultdict(list)
-    steps: dict[Work, list[TimedStep]] = defaultdict(list)
+    steps: dict[Work, list[StepRecord]] = defaultdict(list)
     order, stderr, quiet = random.Random(settings.seed), Console(stderr=True), not sys.stderr.isatty()
     for repeat in range(settings.repeats + 1):
         prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
@@ -138,8 +139,8 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
     }
 
 
-def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedStep]) -> dict[str, Any]:
-    """Throughput over the repeats, and mean step time with its parts over all steps at full batch size.
+def cell(work: Work, rates: list[float], plain: list[float], steps: list[StepRecord]) -> dict[str, Any]:
+    """Throughput over the repeats, and mean step time over all steps at full batch size.
 
     plain: tokens per second of the first backend at length 0, repeat by repeat.
     """
@@ -153,21 +154,13 @@ def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedSt
     }
     if not steps:
         return row
-    sequences = sum(timed.record.batch_size for timed in steps)
-    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.record.accepted_histogram))
+    sequences = sum(record.batch_size for record in steps)
+    accepted = sum(j * count for record in steps for j, count in enumerate(record.accepted_histogram))
     row["tokens_per_step"] = 1 + accepted / sequences
-    row["step_ms"] = mean_ms(steps, lambda timed: timed.record.latency_s)
+    row["step_ms"] = 1e3 * fmean(record.latency_s for record in steps)
     # A server's throughput, which replaces finished sequences; tokens_per_s also has the tail of a fixed set of prompts.
     row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
-    if steps[0].draft_s is not None:
-        row["draft_ms"] = mean_ms(steps, lambda timed: timed.draft_s or 0.0)
-        row["verify_ms"] = mean_ms(steps, lambda timed: timed.verify_s or 0.0)
-        row["other_ms"] = row["step_ms"] - row["draft_ms"] - row["verify_ms"]
     return row
-
-
-def mean_ms(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
-    return 1e3 * sum(value(timed) for timed in steps) / len(steps)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -176,11 +169,11 @@ def show(result: dict[str, Any]) -> None:
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
         f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
-    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
         where = (row["kind"], str(row["batch_size"]), str(row["speculation_length"]))
         rates = (str(Spread(**row["tokens_per_s"])), figure(row["over_length_0"]["median"]))
-        values = (figure(row[k]) if k in row else "-" for k in ("full_batch_tokens_per_s", "tokens_per_step", *MS))
+        values = (figure(row[name]) if name in row else "-" for name in OF_STEPS)
         table.add_row(*where, *rates, *values)
     console.print(table)

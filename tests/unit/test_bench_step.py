@@ -36,13 +36,9 @@ def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pai
     truth = tiny_models.build("llama")
     assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
     assert run.steps
-    for timed in run.steps:
-        assert (timed.record.batch_size, timed.record.arm.speculation_length) == (3, length)
-        assert not timed.record.flags
-        assert timed.draft_s is not None
-        assert timed.verify_s is not None
-        assert (timed.draft_s > 0) == (length > 0)
-        assert 0 < timed.draft_s + timed.verify_s < timed.record.latency_s
+    for record in run.steps:
+        assert (record.batch_size, record.arm.speculation_length) == (3, length)
+        assert not record.flags
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
@@ -65,8 +61,6 @@ def test_the_command_prints_every_batch_size_and_length(folders: tuple[str, str]
     cells = content["cells"]
     assert [(c["batch_size"], c["speculation_length"]) for c in cells] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     for cell in cells:
-        parts = cell["draft_ms"] + cell["verify_ms"] + cell["other_ms"]
-        assert parts == pytest.approx(cell["step_ms"])
         assert 1 <= cell["tokens_per_step"] <= cell["speculation_length"] + 1
         assert cell["tokens_per_s"]["repeats"] == 2
         full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
