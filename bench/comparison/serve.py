@@ -95,7 +95,7 @@ def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
             *(plan.repeats or 10_000, say, plan.seed),
         )
         if reports is not None:
-            worker.keep_reports("adaptive", reports)
+            worker.keep_reports(reports)
     facts["outputs"] = session.outputs.verdict(target_alone(plan.settings.target), facts["context"]["dtype"], plan.seed)
     return to_document(comparison, facts), comparison
 
@@ -125,19 +125,19 @@ class Session:
         for length in LENGTHS[: self.plan.settings.max_length + 1]:
             table = (Arm(length),) * slots
             # Shapes are new in the first requests.
-            self._serve("capacity", table, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
-            self.rates.append(busy_rate(self._serve("capacity", table, block, prompts).outcomes))
+            self._serve(table, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
+            self.rates.append(busy_rate(self._serve(table, block, prompts).outcomes))
         self.capacity = max(self.rates)
         say(f"capacity: {self.capacity:.0f} tokens/s")
 
     def warm_up(self) -> None:
         """One round that is not counted; then `adaptive` learns."""
         if "adaptive" in self.tables:
-            self.worker.open("adaptive")
+            self.worker.learn()
         say(f"warming up: one round of {self.block(0).duration_s:g} s a policy, which is not counted")
         self.serve_round(0, list(self.tables))
         if "adaptive" in self.tables:
-            self.learn("adaptive")
+            self.learn()
 
     def block(self, number: int) -> Block:
         plan = self.plan
@@ -149,22 +149,22 @@ class Session:
         prompts = self.drawer.for_arrivals(block.arrivals)
         served = {}
         for name in order:
-            served[name] = self._serve(name, self.tables[name], block, prompts)
+            served[name] = self._serve(self.tables[name], block, prompts)
             say(line_of(number, name, served[name]))
         self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
         return Round(number, tuple(order), {name: figures_of(one) for name, one in served.items()})
 
-    def learn(self, name: str) -> None:
-        """Let a policy that learns serve the track for a while before it is compared."""
+    def learn(self) -> None:
+        """Let `adaptive` serve the track for a while before it is compared."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
-        say(f"`{name}` learns from {blocks} blocks, which are not counted")
+        say(f"`adaptive` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
             block = self.block(number)
-            self._serve(name, None, block, self.drawer.for_arrivals(block.arrivals))
+            self._serve(None, block, self.drawer.for_arrivals(block.arrivals))
 
-    def _serve(self, name: str, table: Table | None, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
-        """One block by one policy. Raises UserError when the worker is gone."""
-        self.worker.use(name, table)
+    def _serve(self, table: Table | None, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
+        """One block by a table, or by `adaptive`. Raises UserError when the worker is gone."""
+        self.worker.use(table)
         try:
             return self.worker.runner.run(serve_block(self.worker.address, block, prompts))
         except grpc.RpcError as error:

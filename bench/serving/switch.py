@@ -3,9 +3,8 @@
     python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target-60m"}'
 
 It is an ordinary worker; what is special is a desk at which its parent, on stdin, says which policy the engine follows
-from now on. A policy that learns has a control client of its own, which hears of the steps that it chose
-and of no others. Between policies nothing runs, and what was remembered of earlier prompts is forgotten, so that who
-comes second is not served faster.
+from now on. `adaptive` has a control client, which hears of the steps that it chose and of no others. Between policies
+nothing runs, and what was remembered of earlier prompts is forgotten, so that who comes second is not served faster.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from speclen.records import StepRecord, parse_arm
@@ -28,6 +27,7 @@ from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 if TYPE_CHECKING:  # they import torch, which must see its settings first
     from prometheus_client import CollectorRegistry
 
+    from speclen.worker.reporting.control_client import ControlClient
     from speclen.worker.service.async_engine import AsyncEngine
 
 JOIN_TIMEOUT_S = 20.0
@@ -58,12 +58,15 @@ def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
 
 @dataclass(slots=True)
 class Desk:
-    """Uses policies, one command a line. Every answer is one line, too."""
+    """Uses policies, one command a line. Every answer is one line, too.
+
+    client: of `adaptive`, and its connection to the controller; None before it learns.
+    """
 
     config: WorkerConfig
     front: AsyncEngine
-    learning: dict[str, ArmChooser] = field(default_factory=dict)
-    clients: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    client: ControlClient | None = None
+    connection: asyncio.Task[None] | None = None
 
     async def run(self, commands: asyncio.StreamReader) -> None:
         """Answer until the parent closes the pipe or ends; then the worker ends as by SIGTERM."""
@@ -78,26 +81,23 @@ class Desk:
 
     async def obey(self, command: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
-        verbs: dict[str, Callable[..., Any]] = {"open": self.open, "use": self.use}
+        verbs: dict[str, Callable[..., Any]] = {"learn": self.learn, "use": self.use}
         await verbs[command.pop("do")](**command)
 
-    async def open(self, name: str, controller: str) -> None:
-        """Make a policy that learns: a control client, joined to the controller at that address."""
+    async def learn(self, controller: str) -> None:
+        """Join the controller at that address with a control client."""
         from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
 
-        config, engine = replace(self.config, controller=controller, worker_id=name), self.front.engine
+        config, engine = replace(self.config, controller=controller, worker_id="adaptive"), self.front.engine
         client = make_control(config, engine.pair, engine.backend)
         client.card = card_of(client.card, engine)
-        self.clients[name] = asyncio.create_task(client.run(controller))
-        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {controller}")
-        self.learning[name] = client
+        self.client, self.connection = client, asyncio.create_task(client.run(controller))
+        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
-    async def use(self, name: str, ranges: list[tuple[int, int, str]] | None) -> None:
-        """Let the engine follow a table, or a policy that learns, from now on, once nothing runs any more."""
-        chooser: ArmChooser = self.learning[name] if ranges is None else table_of(ranges)
+    async def use(self, ranges: list[tuple[int, int, str]] | None) -> None:
+        """Let the engine follow a table, or `adaptive`, from now on, once nothing runs any more."""
+        chooser: ArmChooser = self._learner() if ranges is None else table_of(ranges)
         engine = self.front.engine
-        if ranges is None:
-            check_runs(name, self.clients[name])
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
         engine.use_chooser(chooser)
@@ -105,22 +105,24 @@ class Desk:
             if model is not None:
                 model.pool.forget()
 
-    async def close_all(self) -> None:
-        """End the control clients; nothing is measured any more."""
-        for task in self.clients.values():
-            task.cancel()
-        await asyncio.gather(*self.clients.values(), return_exceptions=True)
+    async def close(self) -> None:
+        """End the control client; nothing is measured any more."""
+        if self.connection is not None:
+            self.connection.cancel()
+            await asyncio.gather(self.connection, return_exceptions=True)
+
+    def _learner(self) -> ControlClient:
+        """Raises PartFailedError if the control client has ended: without it the policy does not learn."""
+        if self.client is None or self.connection is None:
+            raise ValueError("nothing learns yet")
+        if self.connection.done():
+            error = None if self.connection.cancelled() else self.connection.exception()
+            raise PartFailedError(f"the control client has ended: {error or 'without a reason'}")
+        return self.client
 
     def _is_idle(self) -> bool:
         load = self.front.engine.load()
         return not (self.front.num_open or load.num_running or load.num_waiting)
-
-
-def check_runs(name: str, client: asyncio.Task[None]) -> None:
-    """Raises PartFailedError if a policy's control client has ended: without it the policy does not learn."""
-    if client.done():
-        error = None if client.cancelled() else client.exception()
-        raise PartFailedError(f"the control client of {name} has ended: {error or 'without a reason'}")
 
 
 async def until(holds: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
@@ -151,7 +153,7 @@ async def desk_front(
         yield ""
     finally:
         running.cancel()
-        await desk.close_all()
+        await desk.close()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One worker that stays, whose policies take turns, and a controller for each of them that learns."""
+"""One worker that stays, whose policies take turns, and a controller for the one that learns."""
 
 from __future__ import annotations
 
@@ -42,17 +42,13 @@ def free_address() -> str:
 
 @dataclass(slots=True)
 class WarmWorker:
-    """Worker and controllers for the length of a `with` block; logs and databases go with it.
-
-    profile: seeds the policies that learn.
-    """
+    """Worker and controller for the length of a `with` block; logs and database go with it. profile: seeds `adaptive`."""
 
     settings: WorkerConfig
     profile: Path | None = None
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
-    controllers: dict[str, Child] = field(default_factory=dict)
-    databases: dict[str, Path] = field(default_factory=dict)  # of the controllers, also of those that have ended
+    controller: Child | None = None
     process: subprocess.Popen[str] | None = None
     # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -70,31 +66,27 @@ class WarmWorker:
     ) -> None:
         self.stop()
 
-    def open(self, name: str) -> None:
-        """Make a policy that learns, with a controller of its own. Raises UserError when that does not start."""
-        address, folder = free_address(), Path(self.folder.name) / name
-        arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
-        child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
-        self.controllers[name], self.databases[name] = child, folder / "speclen.db"
-        child.start()
-        child.wait_until_serving(START_TIMEOUT_S)
+    def learn(self) -> None:
+        """Let the worker join a controller, for `adaptive`. Raises UserError when that does not start."""
+        address, log = free_address(), Path(self.folder.name) / "controller.log"
+        arguments = ["controller", "--listen", address, "--db", str(self._database)]
+        self.controller = Child("controller", arguments, address, log, takes_settings=False)
+        self.controller.start()
+        self.controller.wait_until_serving(START_TIMEOUT_S)
         if self.profile is not None:  # one measured in another context is only a starting point
             known = self.context()
             context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
             send(read_document(self.profile).to_request(context), address, Client())
-        self._tell(do="open", name=name, controller=address)
+        self._tell(do="learn", controller=address)
 
-    def use(self, name: str, table: Table | None) -> None:
-        """Drain, and let the worker follow this policy from now on; prompts of before are forgotten.
+    def use(self, table: Table | None) -> None:
+        """Drain, and let the worker follow this table from now on, or `adaptive`; prompts of before are forgotten."""
+        self._tell(do="use", ranges=table and in_words(table))
 
-        table: None for a policy that learns, which was opened.
-        """
-        self._tell(do="use", name=name, ranges=table and in_words(table))
-
-    def keep_reports(self, name: str, target: Path) -> None:
-        """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
+    def keep_reports(self, target: Path) -> None:
+        """Copy the database of `adaptive`. Raises UserError when that cannot be written."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        copy_database(self.databases[name], target)
+        copy_database(self._database, target)
 
     def context(self) -> control_pb2.ContextKey:
         """The key under which a controller knows this worker's models and machine."""
@@ -103,8 +95,8 @@ class WarmWorker:
             return stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
 
     def stop(self) -> None:
-        for controller in self.controllers.values():
-            controller.stop(STOP_TIMEOUT_S)
+        if self.controller is not None:
+            self.controller.stop(STOP_TIMEOUT_S)
         if self.process is not None:
             self.process.terminate()
             try:
@@ -117,6 +109,10 @@ class WarmWorker:
                     pipe.close()
         self.runner.close()
         self.folder.cleanup()
+
+    @property
+    def _database(self) -> Path:
+        return Path(self.folder.name) / "speclen.db"
 
     @property
     def _log(self) -> Path:
@@ -164,4 +160,4 @@ class WarmWorker:
         if not answer:
             raise UserError(f"the worker has ended: {self.last_line()}")
         if not (found := json.loads(answer))["ok"]:
-            raise UserError(f"the worker cannot {command['do']} {command['name']}: {found['error']}")
+            raise UserError(f"the worker cannot {command['do']}: {found['error']}")
