@@ -19,7 +19,6 @@ from speclen.cli.support.files import write_whole
 COLUMNS = (
     ("mean", lambda b: b.mean_latency_s, "{:.3f}"),
     ("p95", lambda b: b.latency_p95_s, "{:.3f}"),
-    ("p99", lambda b: b.latency_p99_s, "{:.3f}"),
     ("first token", lambda b: b.ttft_mean_s, "{:.3f}"),
     ("tokens/s", lambda b: b.num_tokens / b.seconds, "{:.0f}"),
     ("accepted a step", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
@@ -109,7 +108,8 @@ def print_latencies(comparison: Comparison, console: Console) -> None:
 def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Comparison], console: Console) -> None:
     """rates: by policy. parts: by requests at a time, both."""
     sizes, (first, *others) = sorted(parts), rates
-    rate = table_of("tokens/s by requests at a time", *map(str, sizes))
+    console.print("by requests at a time:")
+    rate = table_of("tokens/s", *map(str, sizes))
     ratio = table_of(f"latency over that of {first} (above 1: {first} is faster)", *map(str, sizes))
     for name, row in rates.items():
         rate.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
