@@ -15,13 +15,13 @@ from rich.table import Table
 from speclen.bench.comparison.rounds import Comparison, Ratio
 from speclen.cli.support.files import write_whole
 
-# Heading, figure of one block, format. Seconds unless the heading says otherwise.
+# Heading, figure of one block, format. Latencies in seconds, accepted tokens by step and sequence.
 COLUMNS = (
     ("mean", lambda b: b.mean_latency_s, "{:.3f}"),
     ("p95", lambda b: b.latency_p95_s, "{:.3f}"),
     ("first token", lambda b: b.ttft_mean_s, "{:.3f}"),
     ("tokens/s", lambda b: b.num_tokens / b.seconds, "{:.0f}"),
-    ("accepted a step", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
+    ("accepted", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
 )
 
 
