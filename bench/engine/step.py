@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product, starmap
 from pathlib import Path
@@ -17,19 +19,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from speclen.bench.engine.run import EngineBench
+from speclen.bench.engine.run import generate
 from speclen.bench.spread import Spread, figure, ratio, spread
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
-from speclen.records import StepRecord
+from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
+Prompts = Sequence[tuple[int, ...]]
 OF_STEPS = ("full_batch_tokens_per_s", "tokens_per_step", "step_ms")
 
 
@@ -110,10 +115,8 @@ def check(settings: Settings, pair: ModelPair) -> None:
 
 def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[str, Any]:
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
-    engines = {
-        backend: EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1], backend=backend)
-        for backend in settings.backends
-    }
+    limits = (settings.batch_sizes[-1], settings.lengths[-1])
+    engines = {name: Engine(pair, EngineConfig(*limits, backend=name), FixedArm(PLAIN)) for name in settings.backends}
     works = list(starmap(Work, product(settings.batch_sizes, settings.lengths, settings.backends)))
     rates: dict[Work, list[float]] = defaultdict(list)
     steps: dict[Work, list[StepRecord]] = defaultdict(list)
@@ -123,10 +126,10 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
         title = f"repeat {repeat} of {settings.repeats}" if repeat else "warming up"
         for work in track(order.sample(works, len(works)), title, console=stderr, transient=True, disable=quiet):
             new_tokens = settings.new_tokens if repeat else min(8, settings.new_tokens)
-            run = engines[work.backend].run(prompts[: work.batch_size], new_tokens, work.length)
+            seconds, found = run(engines[work.backend], prompts[: work.batch_size], new_tokens, work.length)
             if repeat:
-                rates[work].append(work.batch_size * new_tokens / run.seconds)
-                steps[work] += run.steps
+                rates[work].append(work.batch_size * new_tokens / seconds)
+                steps[work] += found
     plain = {size: rates[Work(size, 0, settings.backends[0])] for size in settings.batch_sizes}
     return {
         "target": pair.target_name,
@@ -134,9 +137,20 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
         "dtype": str(pair.dtype).removeprefix("torch."),
         "machine": machine(pair.device),
         "settings": asdict(settings),
-        "backends": {name: one.engine.backend for name, one in engines.items()},
+        "backends": {name: one.backend for name, one in engines.items()},
         "cells": [cell(work, rates[work], plain[work.batch_size], steps[work]) for work in works],
     }
+
+
+def run(engine: Engine, prompts: Prompts, new_tokens: int, length: int) -> tuple[float, list[StepRecord]]:
+    """Seconds of the whole batch, and its steps at full batch size that no flag excludes."""
+    arm, steps = Arm(length), list[StepRecord]()
+    engine.use_chooser(FixedArm(arm))
+    start = time.perf_counter()
+    generate(engine, prompts, [new_tokens] * len(prompts), steps.append)
+    seconds = time.perf_counter() - start
+    # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
+    return seconds, [one for one in steps if not one.flags and (one.batch_size, one.arm) == (len(prompts), arm)]
 
 
 def cell(work: Work, rates: list[float], plain: list[float], steps: list[StepRecord]) -> dict[str, Any]:

@@ -9,9 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import speclen.bench.engine.step
-from speclen.bench.engine.run import EngineBench
+from speclen.bench.engine.run import generate
+from speclen.bench.engine.step import run
 from speclen.bench.spread import ratio, spread
 from speclen.cli.support.errors import UserError
+from speclen.records import Arm
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import engines, tiny_models
 
@@ -31,12 +35,13 @@ PROMPTS = [tuple(range(5, 17)), tuple(range(40, 52)), tuple(range(90, 102))]
 
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
-    engine = EngineBench(pair, 3, 4, backend="torch")
-    run = engine.run(PROMPTS, 20, length)
+    engine = Engine(pair, EngineConfig(3, 4, backend="torch"), FixedArm(Arm(length)))
     truth = tiny_models.build("llama")
-    assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
-    assert run.steps
-    for record in run.steps:
+    assert generate(engine, PROMPTS, [20] * 3) == [tiny_models.greedy(truth, list(prompt), 20) for prompt in PROMPTS]
+    seconds, steps = run(engine, PROMPTS, 20, length)
+    assert steps
+    assert seconds > max(record.latency_s for record in steps)
+    for record in steps:
         assert (record.batch_size, record.arm.speculation_length) == (3, length)
         assert not record.flags
 
