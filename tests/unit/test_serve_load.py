@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
+from speclen.bench.serving.block import figures_of, serve_block
 from speclen.bench.serving.capacity import busy_block, busy_rate
 from speclen.bench.serving.load import RequestOutcome, open_loop, request_of
-from speclen.bench.serving.tracks import Arrival
+from speclen.bench.serving.tracks import Arrival, Block
 from tests.support.fake_generation import FakeService, serving
 
 
@@ -92,6 +93,35 @@ def test_requests_ask_for_the_same_work_under_every_policy():
     assert request.sampling_params.ignore_eos
     assert (request.sampling_params.temperature, request.sampling_params.seed) == (pytest.approx(0.7), 12)
     assert not request.HasField("speculation")
+
+
+# Blocks.
+
+
+def served(service):
+    block = Block("x", 0, duration_s=0.5, arrivals=tuple(arrivals([0.1 * index for index in range(5)], num_tokens=20)))
+
+    async def run():
+        async with serving(service) as address:
+            return await serve_block(address, block, [(1, 2)] * len(block.arrivals))
+
+    return asyncio.run(run())
+
+
+def test_figures_count_what_was_served():
+    found = served(FakeService(step_s=0.02))
+    figures = figures_of(found)
+    assert (figures.num_requests, figures.num_failed, figures.num_tokens) == (5, 0, 100)
+    assert figures.latency_sum_s == pytest.approx(sum(outcome.latency_s for outcome in found.outcomes))
+    assert figures.latency_p50_s <= figures.latency_p95_s <= figures.latency_p99_s
+    assert 0 < figures.ttft_mean_s < figures.mean_latency_s
+    assert figures.num_row_steps >= figures.num_steps > 0
+
+
+def test_a_failed_request_is_counted_and_named():
+    figures = figures_of(served(FakeService(step_s=0.001, fail_after=2)))
+    assert figures.num_failed == 3
+    assert figures.errors == {"RESOURCE_EXHAUSTED: the queue is full": 3}
 
 
 # Capacity.
