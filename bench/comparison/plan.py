@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from speclen.bench.serving.policies import parse_policies
@@ -25,7 +24,6 @@ class Plan:
     repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
     resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
     learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
-    profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and source of the tables.")
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
     capacity: float | None = setting(None, "Tokens per second that loads are shares of; default: measured.")
     seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
@@ -43,14 +41,14 @@ class Plan:
     @property
     def names(self) -> list[str]:
         """Of the policies. Raises UserError naming one that is unknown."""
-        return parse_policies(self.compare, self.settings.max_length)
+        return parse_policies(self.compare, self.settings)
 
     def facts(self) -> dict[str, Any]:
         """Facts that figures depend on and that are known before anything starts."""
         return {
             "policies": self.names,
             "worker": {name: getattr(self.settings, name) for name in SETTINGS},
-            "profile": None if self.profile is None else self.profile.name,
+            "profile": self.settings.profile and self.settings.profile.name,
             "seed": self.seed,
             "learn_s": self.learn_s,
         }

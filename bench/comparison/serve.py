@@ -21,7 +21,6 @@ from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block
 from speclen.bench.serving.capacity import LENGTHS, busy_block, busy_rate
 from speclen.bench.serving.load import Prompt
-from speclen.bench.serving.policies import Table, in_words, make_table
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
@@ -29,7 +28,6 @@ from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.machine import machine, provenance
-from speclen.records import Arm
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
@@ -37,7 +35,7 @@ FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
 
 
 @flags_from(Plan)
-@flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads")
+@flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads", "profile")
 def serve(
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Sequences decoding in one step."),
@@ -83,7 +81,7 @@ def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
     """
     turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
     comparison = Comparison(tuple(plan.names), plan.resolution, turns=turns)
-    with WarmWorker(plan.settings, plan.profile) as worker:
+    with WarmWorker(plan.settings) as worker:
         session = Session(plan, worker)
         if plan.capacity is None and not plan.recipe.at_once:  # closed loops have no loads
             session.measure_capacity()
@@ -109,34 +107,32 @@ class Session:
     def __init__(self, plan: Plan, worker: WarmWorker) -> None:
         from speclen.worker.models.loading import load_tokenizer  # here, since torch takes seconds to import
 
-        self.plan, self.worker, settings = plan, worker, plan.settings
-        limits = (settings.max_batch_size, settings.max_length)
-        self.tables = {name: make_table(name, *limits, plan.profile) for name in plan.names}
+        self.plan, self.worker = plan, worker
         self.capacity, self.rates = plan.capacity or 1.0, list[float]()
-        self.drawer = PromptDrawer(load_tokenizer(settings.target))
+        self.drawer = PromptDrawer(load_tokenizer(plan.settings.target))
         self.outputs = OutputCheck()
 
     def measure_capacity(self) -> None:
         """Serve every slot by each fixed length, the second time to count. Raises ValueError with a sentence."""
         say("capacity: every slot is busy for a while; --capacity TOKENS_PER_S does without")
-        slots = self.plan.settings.max_batch_size
+        settings, slots = self.plan.settings, self.plan.settings.max_batch_size
         block = busy_block(self.plan.track, slots, self.plan.seed)
         prompts = self.drawer.for_arrivals(block.arrivals)
-        for length in LENGTHS[: self.plan.settings.max_length + 1]:
-            table = (Arm(length),) * slots
+        for length in LENGTHS[: settings.max_length + 1 if settings.has_draft else 1]:
+            policy = f"fixed:{length}"
             # Shapes are new in the first requests.
-            self._serve(table, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
-            self.rates.append(busy_rate(self._serve(table, block, prompts).outcomes))
+            self._serve(policy, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
+            self.rates.append(busy_rate(self._serve(policy, block, prompts).outcomes))
         self.capacity = max(self.rates)
         say(f"capacity: {self.capacity:.0f} tokens/s")
 
     def warm_up(self) -> None:
         """One round that is not counted; then `adaptive` learns."""
-        if "adaptive" in self.tables:
+        if "adaptive" in self.plan.names:
             self.worker.learn()
         say(f"warming up: one round of {self.block(0).duration_s:g} s a policy, which is not counted")
-        self.serve_round(0, list(self.tables))
-        if "adaptive" in self.tables:
+        self.serve_round(0, self.plan.names)
+        if "adaptive" in self.plan.names:
             self.learn()
 
     def block(self, number: int) -> Block:
@@ -149,7 +145,7 @@ class Session:
         prompts = self.drawer.for_arrivals(block.arrivals)
         served = {}
         for name in order:
-            served[name] = self._serve(self.tables[name], block, prompts)
+            served[name] = self._serve(name, block, prompts)
             say(line_of(number, name, served[name]))
         self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
         return Round(number, tuple(order), {name: figures_of(one) for name, one in served.items()})
@@ -160,11 +156,11 @@ class Session:
         say(f"`adaptive` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
             block = self.block(number)
-            self._serve(None, block, self.drawer.for_arrivals(block.arrivals))
+            self._serve("adaptive", block, self.drawer.for_arrivals(block.arrivals))
 
-    def _serve(self, table: Table | None, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
-        """One block by a table, or by `adaptive`. Raises UserError when the worker is gone."""
-        self.worker.use(table)
+    def _serve(self, policy: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
+        """One block by one policy. Raises UserError when the worker is gone."""
+        self.worker.use(policy)
         try:
             return self.worker.runner.run(serve_block(self.worker.address, block, prompts))
         except grpc.RpcError as error:
@@ -185,7 +181,6 @@ class Session:
             "block_s": block.duration_s,
             "at_once": list(plan.recipe.at_once),
             "capacity_tokens_per_s": None if plan.recipe.at_once else self.capacity,
-            "tables": {name: in_words(table) for name, table in self.tables.items() if table is not None},
             "capacity_by_visit": self.rates,
         }
 

@@ -1,6 +1,6 @@
 """A worker whose policy is exchanged while it runs, so that policies are compared on one warm process.
 
-    python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target-60m"}'
+    python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target", "profile": null}'
 
 It is an ordinary worker; what is special is a desk at which its parent, on stdin, says which policy the engine follows
 from now on. `adaptive` has a control client, which hears of the steps that it chose and of no others. Between policies
@@ -17,12 +17,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.records import StepRecord, parse_arm
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
-from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 
 if TYPE_CHECKING:  # they import torch, which must see its settings first
     from prometheus_client import CollectorRegistry
@@ -34,26 +33,6 @@ JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
 POLL_S = 0.01
 SETTLE_S = 0.05  # for the engine's thread to end the step that finished the last request
-
-
-@dataclass(frozen=True, slots=True)
-class FixedTable:
-    """The same arms for ever, one per batch size, that of 1 first."""
-
-    choices: tuple[ArmChoice, ...]
-    wants_evaluations: bool = False
-
-    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
-        """As ArmChooser."""
-        return self.choices[min(batch_size, len(self.choices)) - 1]
-
-    def report(self, record: StepRecord) -> None:
-        """Forget it."""
-
-
-def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
-    """ranges: first and last batch size, and the arm in words."""
-    return FixedTable(tuple(ArmChoice(parse_arm(words)) for low, high, words in ranges for _ in range(low, high + 1)))
 
 
 @dataclass(slots=True)
@@ -86,17 +65,16 @@ class Desk:
 
     async def learn(self, controller: str) -> None:
         """Join the controller at that address with a control client."""
-        from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
+        from speclen.worker.service.assembly import card_of  # here: it imports torch
 
-        config, engine = replace(self.config, controller=controller, worker_id="adaptive"), self.front.engine
-        client = make_control(config, engine.pair, engine.backend)
-        client.card = card_of(client.card, engine)
+        client = self._client(controller=controller, worker_id="adaptive")
+        client.card = card_of(client.card, self.front.engine)
         self.client, self.connection = client, asyncio.create_task(client.run(controller))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
-    async def use(self, ranges: list[tuple[int, int, str]] | None) -> None:
-        """Let the engine follow a table, or `adaptive`, from now on, once nothing runs any more."""
-        chooser: ArmChooser = self._learner() if ranges is None else table_of(ranges)
+    async def use(self, policy: str) -> None:
+        """Let the engine follow a policy from now on, once nothing runs any more."""
+        chooser = self._learner() if policy == "adaptive" else self._client(policy=policy)
         engine = self.front.engine
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
@@ -110,6 +88,13 @@ class Desk:
         if self.connection is not None:
             self.connection.cancel()
             await asyncio.gather(self.connection, return_exceptions=True)
+
+    def _client(self, **changes: Any) -> ControlClient:
+        """As a worker with these settings has it."""
+        from speclen.worker.service.assembly import make_control  # here: it imports torch
+
+        engine = self.front.engine
+        return make_control(replace(self.config, **changes), engine.pair, engine.backend)
 
     def _learner(self) -> ControlClient:
         """Raises PartFailedError if the control client has ended: without it the policy does not learn."""
@@ -160,7 +145,8 @@ def main() -> None:
     """Serve until SIGTERM, or until the parent is gone."""
     from speclen.worker.backends.spinning import set_spins
 
-    config = WorkerConfig(**json.loads(sys.argv[1]), controller="")
+    settings = json.loads(sys.argv[1])
+    config = WorkerConfig(**settings | {"profile": settings["profile"] and Path(settings["profile"]), "controller": ""})
     set_spins()  # before torch is imported
     from speclen.transport.logs import set_up_logs
     from speclen.worker.service.server import serve

@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 
-from speclen.bench.serving.policies import Table, in_words
 from speclen.cli.profile.document import read_document
 from speclen.cli.profile.importing import send
 from speclen.cli.support.client import Client
@@ -42,10 +41,9 @@ def free_address() -> str:
 
 @dataclass(slots=True)
 class WarmWorker:
-    """Worker and controller for the length of a `with` block; logs and database go with it. profile: seeds `adaptive`."""
+    """Worker and controller for the length of a `with` block; logs and database go with it."""
 
     settings: WorkerConfig
-    profile: Path | None = None
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
     controller: Child | None = None
@@ -73,15 +71,15 @@ class WarmWorker:
         self.controller = Child("controller", arguments, address, log, takes_settings=False)
         self.controller.start()
         self.controller.wait_until_serving(START_TIMEOUT_S)
-        if self.profile is not None:  # one measured in another context is only a starting point
+        if self.settings.profile is not None:  # one measured in another context is only a starting point
             known = self.context()
             context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
-            send(read_document(self.profile).to_request(context), address, Client())
+            send(read_document(self.settings.profile).to_request(context), address, Client())
         self._tell(do="learn", controller=address)
 
-    def use(self, table: Table | None) -> None:
-        """Drain, and let the worker follow this table from now on, or `adaptive`; prompts of before are forgotten."""
-        self._tell(do="use", ranges=table and in_words(table))
+    def use(self, policy: str) -> None:
+        """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
+        self._tell(do="use", policy=policy)
 
     def keep_reports(self, target: Path) -> None:
         """Copy the database of `adaptive`. Raises UserError when that cannot be written."""
@@ -124,7 +122,8 @@ class WarmWorker:
 
     def _start_worker(self) -> None:
         config = {name: getattr(self.settings, name) for name in SETTINGS}
-        config |= {"listen": self.address, "max_waiting": MAX_WAITING}
+        profile = self.settings.profile and str(self.settings.profile.resolve())
+        config |= {"listen": self.address, "max_waiting": MAX_WAITING, "profile": profile}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.bench.serving.switch", json.dumps(config)],
