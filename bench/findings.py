@@ -1,4 +1,4 @@
-"""The page that a check of the whole system writes: what was found, and what failed."""
+"""The page that a check of the whole system prints: what was found, and what failed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """Every line is printed as it comes, and kept."""
+    """Every line is printed as it comes; failures are kept."""
 
-    lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def say(self, *lines: str) -> None:
-        for line in lines:
-            print(line, flush=True)
-            self.lines.append(line)
+        print(*lines, sep="\n", flush=True)
 
     def check(self, true: bool, what: str) -> None:
         self.say(f"- {'passed' if true else '**FAILED**'}: {what}")
         if not true:
             self.failures.append(what)
 
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], apart: bool = False) -> None:
-        """apart: with an empty line before and after."""
-        edge = [""] if apart else []
-        self.say(*edge, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
-        self.say(*(f"| {' | '.join(row)} |" for row in rows), *edge)
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.say(*(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)))

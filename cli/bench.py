@@ -9,7 +9,7 @@ from speclen.worker.backends.spinning import set_spins
 
 VERBS: Verbs = {
     "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
-    "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
+    "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps."),
     "policy": ("speclen.bench.simulation.policy", "policy", "Policies in simulated situations, beside an oracle."),
     "controller": (
         "speclen.bench.fleet.controller",

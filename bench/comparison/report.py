@@ -1,8 +1,11 @@
-"""Shows a comparison as tables for people."""
+"""Shows a comparison: as tables for people, and as a JSON file with every block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,43 +13,62 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.bench.comparison.rounds import Comparison, Ratio
-from speclen.bench.serving.block import BlockFigures
+from speclen.cli.support.files import write_whole
 
-# heading, figure of one block, format. Seconds unless the heading says otherwise.
-Column = tuple[str, Callable[[BlockFigures], float | None], str]
-
-
-def per(above: float, below: float) -> float | None:
-    return above / below if below else None
-
-
-# Two tables, so that each fits a terminal of 80 columns.
-LATENCY: tuple[Column, ...] = (
+# Heading, figure of one block, format. Latencies in seconds, accepted tokens by step and sequence.
+COLUMNS = (
     ("mean", lambda b: b.mean_latency_s, "{:.3f}"),
-    ("p50", lambda b: b.latency_p50_s, "{:.3f}"),
     ("p95", lambda b: b.latency_p95_s, "{:.3f}"),
-    ("p99", lambda b: b.latency_p99_s, "{:.3f}"),
     ("first token", lambda b: b.ttft_mean_s, "{:.3f}"),
+    ("tokens/s", lambda b: b.num_tokens / b.seconds, "{:.0f}"),
+    ("accepted", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
 )
-WORK: tuple[Column, ...] = (
-    ("tokens/s", lambda b: per(b.num_tokens, b.seconds), "{:.0f}"),
-    ("batch size", lambda b: per(b.num_row_steps, b.num_steps), "{:.1f}"),
-    ("proposed", lambda b: per(b.num_proposed, b.num_row_steps), "{:.2f}"),
-    ("accepted", lambda b: per(b.num_accepted, b.num_row_steps), "{:.2f}"),
-)
+
+
+def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
+    """facts: what the figures depend on; everything but single requests is in the result."""
+    first, *others = comparison.policies
+    return {
+        **facts,
+        "policies": list(comparison.policies),
+        "num_rounds": len(comparison.rounds),
+        "resolution": comparison.resolution,
+        "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
+        "best_fixed": comparison.best_fixed(),
+        "ratios": [asdict(comparison.ratio(first, name)) for name in others],
+        **({"tokens_per_s": rates_by_size(comparison, sizes)} if (sizes := facts.get("at_once")) else {}),
+        "notes": comparison.notes(),
+        "errors": comparison.errors(),
+        "rounds": [asdict(one) for one in comparison.rounds],
+    }
+
+
+def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Tokens per second by policy and requests at a time."""
+    found: dict[str, dict[str, float]] = {name: {} for name in comparison.policies}
+    for size, part in sorted(zip(sizes, comparison.parts, strict=True)):
+        for name, rates in found.items():
+            if blocks := [one.blocks[name] for one in part.rounds]:
+                rates[str(size)] = sum(block.num_tokens for block in blocks) / sum(block.seconds for block in blocks)
+    return found
+
+
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Indented but for the rounds, of which each is a line. Raises UserError naming the file."""
+    rounds = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document["rounds"])
+    head = json.dumps({key: value for key, value in document.items() if key != "rounds"}, indent=1)[:-2]
+    write_whole(path, f'{head},\n "rounds": [\n  {rounds}\n ]\n}}')
 
 
 def print_comparison(document: dict[str, Any], comparison: Comparison, console: Console) -> None:
     console.print(
         f"[bold]{document['track']}[/bold] ({document['summary']}): {document['num_rounds']} rounds of blocks of "
-        f"{document['block_s']:g} s, every policy served the same requests; means over blocks"
+        f"{document['block_s']:g} s, every policy served the same requests; 95% confidence over blocks"
     )
     if sizes := document.get("at_once"):
-        print_by_size(dict(zip(sizes, comparison.parts, strict=True)), console)
+        print_by_size(document["tokens_per_s"], dict(zip(sizes, comparison.parts, strict=True)), console)
     else:
-        console.print(figure_table("request latency, seconds", LATENCY, comparison))
-        console.print(figure_table("work; proposed and accepted are tokens per row and step", WORK, comparison))
-        print_ratios(comparison, console)
+        print_latencies(comparison, console)
     for line in remarks(document):
         console.print(f"[yellow]{line}[/yellow]")
     for reason, count in document["errors"].items():
@@ -59,69 +81,45 @@ def remarks(document: dict[str, Any]) -> list[str]:
     if one["num_same"] < one["num_compared"]:
         told += f"; of the others {one['num_examined']} were examined, all are ties "
         told += f"(at most {one['worst_miss_logits']:.2g} logits)"
-    return [*document["notes"], told]
+    best = [f"best fixed length: {document['best_fixed']}"] if document["best_fixed"] else []
+    return [*best, *document["notes"], told]
 
 
-def figure_table(title: str, columns: Sequence[Column], comparison: Comparison) -> Table:
+def table_of(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in ("policy", *(column[0] for column in columns), "blocks", "failed"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name in comparison.policies:
-        blocks = [one.blocks[name] for one in comparison.rounds if name in one.blocks]
-        cells = [name]
-        for _, figure, form in columns:
-            values = [value for block in blocks if (value := figure(block)) is not None]
-            cells.append(form.format(np.mean(values)) if values else "–")
-        failed = sum(block.num_failed for block in blocks)
-        table.add_row(*cells, str(len(blocks)), f"[red]{failed}[/red]" if failed else "0")
+    table.add_column("policy")
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 
-def print_ratios(comparison: Comparison, console: Console) -> None:
-    """The first policy, which is the one that the comparison is about, against every other one."""
-    first, *others = comparison.policies
-    if not others:
-        return
-    title = f"mean latency of {first} against the others (below 1: {first} is faster), 95% confidence over blocks"
-    table = Table(title=title, title_justify="left")
-    for heading in ("against", "ratio", "interval", "that is"):
-        table.add_column(heading, justify="left" if heading in ("against", "that is") else "right")
-    best = comparison.best_fixed()
-    for name in others:
-        cells = ratio_cells(comparison.ratio(first, name))
-        table.add_row(f"{name} (best fixed)" if name == best else name, *cells)
+def print_latencies(comparison: Comparison, console: Console) -> None:
+    """Means over blocks, and latencies over that of the first policy, which is the one that the comparison is about."""
+    first = comparison.policies[0]
+    headings = [name for name, _, _ in COLUMNS]
+    table = table_of("request latency in seconds, means over blocks", *headings, f"over {first}")
+    for name in comparison.policies:
+        blocks = [one.blocks[name] for one in comparison.rounds]
+        cells = (form.format(np.mean([figure(block) for block in blocks])) for _, figure, form in COLUMNS)
+        table.add_row(name, *cells, "1" if name == first else in_words(comparison.ratio(name, first)))
     console.print(table)
 
 
-def print_by_size(parts: dict[int, Comparison], console: Console) -> None:
-    """parts: by requests at a time."""
-    sizes = sorted(parts)
-    first, *others = parts[sizes[0]].policies
+def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Comparison], console: Console) -> None:
+    """rates: by policy. parts: by requests at a time, both."""
+    sizes, (first, *others) = sorted(parts), rates
     console.print("by requests at a time:")
-    rate, ratio = Table(title="tokens/s", title_justify="left"), Table(title_justify="left")
-    ratio.title = f"latency over that of {first} (above 1: {first} is faster)"
-    for table in (rate, ratio):
-        for heading in ("policy", *map(str, sizes)):
-            table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for name in (first, *others):
-        blocks = [[one.blocks[name] for one in parts[size].rounds if name in one.blocks] for size in sizes]
-        sums = [(sum(b.num_tokens for b in mine), sum(b.seconds for b in mine)) for mine in blocks]
-        rate.add_row(name, *(f"{tokens / seconds:.0f}" if seconds else "–" for tokens, seconds in sums))
+    rate = table_of("tokens/s", *map(str, sizes))
+    ratio = table_of(f"latency over that of {first} (above 1: {first} is faster)", *map(str, sizes))
+    for name, row in rates.items():
+        rate.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
     for name in others:
-        intervals = [parts[size].ratio(name, first).interval for size in sizes]
-        ratio.add_row(name, *("–" if i is None else f"{i.value:.3f} ±{100 * i.half_width:.1f}%" for i in intervals))
+        ratio.add_row(name, *(in_words(parts[size].ratio(name, first)) for size in sizes))
     console.print(rate)
     console.print(ratio)
 
 
-def ratio_cells(ratio: Ratio) -> tuple[str, str, str]:
-    if ratio.interval is None:
-        return "–", "–", "fewer than two blocks on both sides"
-    value, low, high = ratio.interval.value, ratio.interval.low, ratio.interval.high
-    return f"{value:.3f}", f"{low:.3f} to {high:.3f}", in_words(value, low, high)
-
-
-def in_words(value: float, low: float, high: float) -> str:
-    if low <= 1.0 <= high:
-        return "no difference shown"
-    return f"{100 * (1 - value):.1f}% lower" if value < 1 else f"{100 * (value - 1):.1f}% higher"
+def in_words(ratio: Ratio) -> str:
+    """The ratio with half the width of its interval; a dash for fewer than two blocks without failure."""
+    interval = ratio.interval
+    return "–" if interval is None else f"{interval.value:.3f} ±{100 * interval.half_width:.1f}%"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, ratio_of_sums
 from speclen.bench.serving.block import BlockFigures
 
-DROP_BEHIND = 1.05  # a length whose whole interval is over so many times the best one's latency is served no longer
-
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One block, served by every policy that still takes part. number: which block. order: of the policies."""
+    """One block, served by every policy. number: which block. order: of the policies."""
 
     number: int
     order: tuple[str, ...]
@@ -45,7 +43,6 @@ class Comparison:
     policies: tuple[str, ...]
     resolution: float
     rounds: list[Round] = field(default_factory=list)
-    dropped: dict[str, str] = field(default_factory=dict)
     turns: int = 1
 
     @property
@@ -54,74 +51,48 @@ class Comparison:
         if self.turns == 1:
             return [self]
         kinds = [[one for one in self.rounds if one.number % self.turns == turn] for turn in range(self.turns)]
-        return [Comparison(self.policies, self.resolution, rounds, self.dropped) for rounds in kinds]
-
-    @property
-    def active(self) -> list[str]:
-        return [name for name in self.policies if name not in self.dropped]
+        return [Comparison(self.policies, self.resolution, rounds) for rounds in kinds]
 
     def ratio(self, policy: str, reference: str) -> Ratio:
         """Of the blocks that both served without failure."""
         above, below = [], []
         for one in self.rounds:
-            a, b = one.blocks.get(policy), one.blocks.get(reference)
-            if a and b and not (a.num_failed or b.num_failed):
+            a, b = one.blocks[policy], one.blocks[reference]
+            if not (a.num_failed or b.num_failed):
                 above.append(a.latency_sum_s)
                 below.append(b.latency_sum_s)
         return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
 
     def mean_latency_s(self, policy: str) -> float | None:
         """Over all requests of the blocks that it served; None when it served none without failure."""
-        blocks = [one.blocks[policy] for one in self.rounds if policy in one.blocks]
-        whole = [block for block in blocks if not block.num_failed]
+        whole = [one.blocks[policy] for one in self.rounds if not one.blocks[policy].num_failed]
         if not whole:
             return None
         return sum(block.latency_sum_s for block in whole) / sum(block.num_requests for block in whole)
 
     def best_fixed(self) -> str | None:
-        """The fixed length with the least latency, of those that are still served: over all blocks, not only over those
-        that one of the dropped had its part in.
-        """
-        fixed = [name for name in self.active if is_fixed(name)]
+        """The fixed length with the least latency over the blocks that the first of them served as well."""
+        fixed = [name for name in self.policies if name == "none" or name.startswith("fixed:")]
         against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
         return min(against, key=lambda name: against[name]) if against else None
-
-    def drop_the_hopeless(self) -> list[str]:
-        """Fixed lengths that are surely not the best one; served no longer. Returns the new ones.
-
-        Plain decoding stays: readers want to know of it, over as many blocks as of the others.
-        """
-        best = self.best_fixed()
-        # A length that is hopeless at some numbers of rows may be the best one at others.
-        if best is None or len(self.rounds) < LEAST_BLOCKS or self.turns > 1:
-            return []
-        found = []
-        for name in self.active:
-            if name in (best, "none", self.policies[0]) or not is_fixed(name):
-                continue
-            interval = self.ratio(name, best).interval
-            if interval is not None and interval.low > DROP_BEHIND:
-                self.dropped[name] = f"after {len(self.rounds)} rounds: {interval} times the latency of {best}"
-                found.append(name)
-        return found
 
     def is_resolved(self) -> bool:
         """True if every interval of the first policy is narrow enough."""
         if self.turns > 1:
             return all(part.is_resolved() for part in self.parts)
-        first, *others = self.active
+        first, *others = self.policies
         intervals = [self.ratio(first, name).interval for name in others]
         enough = len(self.rounds) >= LEAST_BLOCKS
         return enough and all(i is not None and i.half_width <= self.resolution for i in intervals)
 
     def notes(self) -> list[str]:
         """Limits of the figures, in words."""
-        found = [f"{name} was dropped {why}" for name, why in self.dropped.items()]
-        first, parts = self.policies[0], self.parts
+        found, parts = list[str](), self.parts
+        first, *others = self.policies
         if (fewest := min(len(part.rounds) for part in parts)) < LEAST_BLOCKS:
             found.append(f"too short for its intervals: {fewest} rounds, fewer than {LEAST_BLOCKS}")
         elif not self.is_resolved():
-            ratios = [part.ratio(first, name) for part in parts for name in self.active[1:]]
+            ratios = [part.ratio(first, name) for part in parts for name in others]
             wide = [(ratio.interval.half_width, ratio.reference) for ratio in ratios if ratio.interval]
             if wide:
                 half_width, worst = max(wide)
@@ -135,17 +106,11 @@ class Comparison:
 
     def errors(self) -> dict[str, int]:
         """Failed requests by policy and reason."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for one in self.rounds:
             for name, block in one.blocks.items():
-                for reason, count in block.errors.items():
-                    found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + count
-        return found
-
-
-def is_fixed(name: str) -> bool:
-    """True for a policy of one length at every batch size."""
-    return name == "none" or name.startswith("fixed:")
+                found.update({f"{name}: {reason}": count for reason, count in block.errors.items()})
+        return dict(found)
 
 
 def run_rounds(
@@ -159,16 +124,15 @@ def run_rounds(
 ) -> None:
     """Add rounds until the intervals are narrow enough or time is up; Ctrl-C keeps those that are complete.
 
-    A round is not begun that would, by the mean of those before, end after time_is_up (by clock). Block numbers go on
-    after those that the comparison has.
+    A round is not begun that would, by the mean of those before, end after time_is_up (by clock).
     """
-    begun, done = clock(), 0
-    while not comparison.is_resolved() and done < max_rounds:
-        if done and clock() + (clock() - begun) / done > time_is_up:
+    begun = clock()
+    for number in range(1, max_rounds + 1):
+        late = number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up
+        if late or comparison.is_resolved():
             break
-        number = 1 + max((one.number for one in comparison.rounds), default=0)
-        order = comparison.active
-        random.Random(f"{seed}:{number}").shuffle(order)  # of its own: runs that are put together repeat no orders
+        order = list(comparison.policies)
+        random.Random(f"{seed}:{number}").shuffle(order)
         try:
             comparison.rounds.append(serve_round(number, order))
         except KeyboardInterrupt:
@@ -176,18 +140,3 @@ def run_rounds(
                 raise
             say("interrupted: the rounds that are complete are kept")
             break
-        done += 1
-        for name in comparison.drop_the_hopeless():
-            say(f"{name} is served no longer, {comparison.dropped[name]}")
-
-
-def to_rows(rounds: Iterable[Round]) -> list[dict[str, Any]]:
-    """Rounds as plain values."""
-    rows = []
-    for one in rounds:
-        blocks = {
-            name: {key: round(v, 5) if isinstance(v, float) else v for key, v in asdict(block).items()}
-            for name, block in one.blocks.items()
-        }
-        rows.append({"number": one.number, "order": list(one.order), "blocks": blocks})
-    return rows

@@ -6,34 +6,28 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import typer
 from rich.console import Console
 
-from speclen.bench.comparison.document import to_document, write_document
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
-from speclen.bench.comparison.plan import (
-    Plan,
-    load_tokenizer,
-    machine_of,
-    measured_capacity,
-)
-from speclen.bench.comparison.report import print_comparison
+from speclen.bench.comparison.plan import Plan
+from speclen.bench.comparison.report import print_comparison, to_document, write_document
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block
-from speclen.bench.serving.capacity import capacity_of
-from speclen.bench.serving.deployment import WorkerSettings
+from speclen.bench.serving.capacity import LENGTHS, busy_block, busy_rate
 from speclen.bench.serving.load import Prompt
-from speclen.bench.serving.policies import in_words, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from
-from speclen.cli.support.machine import provenance
+from speclen.cli.support.machine import machine, provenance
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
@@ -41,7 +35,7 @@ FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
 
 
 @flags_from(Plan)
-@flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads")
+@flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads", "profile")
 def serve(
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Sequences decoding in one step."),
@@ -77,7 +71,7 @@ def serve(
 def plan_of(target: str, max_batch_size: int, others: dict[str, Any]) -> Plan:
     """The plan that the flags describe. Raises ValueError for a setting outside its bounds."""
     of_plan = {name: others.pop(name) for name in settings_of(Plan)}
-    return Plan(WorkerSettings(target=target, max_batch_size=max_batch_size, **others), **of_plan)
+    return Plan(WorkerConfig(target=target, max_batch_size=max_batch_size, **others), **of_plan)
 
 
 def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
@@ -86,46 +80,60 @@ def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
     reports: where to keep what `adaptive` has learned from.
     """
     turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
-    capacity, by_visit = plan.capacity, list[float]()
     comparison = Comparison(tuple(plan.names), plan.resolution, turns=turns)
-    with WarmWorker(plan.settings, plan.profile) as worker:
-        if capacity is None and not plan.recipe.at_once:  # closed loops have no loads
-            by_visit = measured_capacity(plan, worker)
-            capacity = capacity_of(by_visit)
-        session = Session(plan, worker, capacity or 1.0)
-        facts = session.facts() | {"capacity_by_visit": by_visit}
-        session.warm_up(comparison.active)
+    with WarmWorker(plan.settings) as worker:
+        session = Session(plan, worker)
+        if plan.capacity is None and not plan.recipe.at_once:  # closed loops have no loads
+            session.measure_capacity()
+        facts = session.facts()
+        session.warm_up()
         begun = time.monotonic()
         run_rounds(
             *(comparison, session.serve_round, time.monotonic, begun + 60 * plan.minutes),
             *(plan.repeats or 10_000, say, plan.seed),
         )
         if reports is not None:
-            worker.keep_reports("adaptive", reports)
+            worker.keep_reports(reports)
     facts["outputs"] = session.outputs.verdict(target_alone(plan.settings.target), facts["context"]["dtype"], plan.seed)
     return to_document(comparison, facts), comparison
 
 
 class Session:
-    """Policies on one worker, and the blocks that they serve. capacity: tokens per second that loads are shares of."""
+    """Policies on one worker, and the blocks that they serve.
 
-    def __init__(self, plan: Plan, worker: WarmWorker, capacity: float) -> None:
-        self.plan = plan
-        self.worker, self.capacity = worker, capacity
-        settings = plan.settings
-        limits = (settings.max_batch_size, settings.max_length)
-        self.policies = {name: make_policy(name, *limits, plan.profile) for name in plan.names}
-        self.drawer = PromptDrawer(load_tokenizer(settings.target))
+    capacity: tokens per second that loads are shares of. rates: by length, where it was measured.
+    """
+
+    def __init__(self, plan: Plan, worker: WarmWorker) -> None:
+        from speclen.worker.models.loading import load_tokenizer  # here, since torch takes seconds to import
+
+        self.plan, self.worker = plan, worker
+        self.capacity, self.rates = plan.capacity or 1.0, list[float]()
+        self.drawer = PromptDrawer(load_tokenizer(plan.settings.target))
         self.outputs = OutputCheck()
 
-    def warm_up(self, names: Sequence[str]) -> None:
+    def measure_capacity(self) -> None:
+        """Serve every slot by each fixed length, the second time to count. Raises ValueError with a sentence."""
+        say("capacity: every slot is busy for a while; --capacity TOKENS_PER_S does without")
+        settings, slots = self.plan.settings, self.plan.settings.max_batch_size
+        block = busy_block(self.plan.track, slots, self.plan.seed)
+        prompts = self.drawer.for_arrivals(block.arrivals)
+        for length in LENGTHS[: settings.max_length + 1 if settings.has_draft else 1]:
+            policy = f"fixed:{length}"
+            # Shapes are new in the first requests.
+            self._serve(policy, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
+            self.rates.append(busy_rate(self._serve(policy, block, prompts).outcomes))
+        self.capacity = max(self.rates)
+        say(f"capacity: {self.capacity:.0f} tokens/s")
+
+    def warm_up(self) -> None:
         """One round that is not counted; then `adaptive` learns."""
-        for name in names:
-            self.worker.open(self.policies[name])
+        if "adaptive" in self.plan.names:
+            self.worker.learn()
         say(f"warming up: one round of {self.block(0).duration_s:g} s a policy, which is not counted")
-        self.serve_round(0, names)
-        if "adaptive" in names:
-            self.learn("adaptive")
+        self.serve_round(0, self.plan.names)
+        if "adaptive" in self.plan.names:
+            self.learn()
 
     def block(self, number: int) -> Block:
         plan = self.plan
@@ -142,34 +150,38 @@ class Session:
         self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
         return Round(number, tuple(order), {name: figures_of(one) for name, one in served.items()})
 
-    def learn(self, name: str) -> None:
-        """Let a policy that learns serve the track for a while before it is compared."""
+    def learn(self) -> None:
+        """Let `adaptive` serve the track for a while before it is compared."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
-        say(f"`{name}` learns from {blocks} blocks, which are not counted")
+        say(f"`adaptive` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
             block = self.block(number)
-            self._serve(name, block, self.drawer.for_arrivals(block.arrivals))
+            self._serve("adaptive", block, self.drawer.for_arrivals(block.arrivals))
 
-    def _serve(self, name: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
-        """One block by one policy."""
-        self.worker.use(name)
-        return self.worker.runner.run(serve_block(self.worker.address, block, prompts))
+    def _serve(self, policy: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
+        """One block by one policy. Raises UserError when the worker is gone."""
+        self.worker.use(policy)
+        try:
+            return self.worker.runner.run(serve_block(self.worker.address, block, prompts))
+        except grpc.RpcError as error:
+            raise UserError(f"the worker does not answer: {self.worker.last_line()}") from error
 
     def facts(self) -> dict[str, Any]:
         """Facts that the figures depend on."""
-        plan, context = self.plan, self.worker.context()
-        block = self.block(0)
+        import torch
+
+        plan, context, block = self.plan, self.worker.context(), self.block(0)
         return {
             **provenance(),
             **plan.facts(),
-            "machine": machine_of(context),
+            "machine": machine(torch.device("cuda" if "cuda" in context.device else "cpu")),
             "context": {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields},
             "track": block.track,
             "summary": plan.recipe.summary,
             "block_s": block.duration_s,
             "at_once": list(plan.recipe.at_once),
             "capacity_tokens_per_s": None if plan.recipe.at_once else self.capacity,
-            "tables": {name: in_words(of.table) for name, of in self.policies.items() if of.table is not None},
+            "capacity_by_visit": self.rates,
         }
 
 

@@ -31,9 +31,6 @@ class Interval:
         """Of the ratio, relative: 0.03 for 3%."""
         return math.sqrt(self.high / self.low) - 1.0
 
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
 
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
     """sum(numerators) / sum(denominators) over paired blocks, with a bootstrap interval over blocks.

@@ -1,1 +1,1 @@
-"""Single steps of the engine, beside transformers' generation."""
+"""Single steps of the engine."""

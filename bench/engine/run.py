@@ -1,99 +1,35 @@
-"""Drives the engine with one batch at one speculation length, and splits its steps into draft, verify and the rest."""
+"""Drives the engine without a server."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from speclen.bench.engine.forward_clock import ForwardClock
-from speclen.records import PLAIN, Arm, StepRecord
-from speclen.worker.backends.torch.recording import Recorder
-from speclen.worker.drafting.arm_chooser import FixedArm
-from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.preparation import prepare
-from speclen.worker.models.loading import ModelPair
+from speclen.records import StepRecord
+from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 
-@dataclass(slots=True)
-class TimedStep:
-    """A step at full batch size that no flag excludes, with the seconds its forwards took; None where unknown."""
+def generate(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: Sequence[int],
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+) -> list[list[int]]:
+    """Greedy outputs of requests that are submitted at once. Raises RuntimeError if the engine gives one up."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    ends: list[FinishReason] = []
 
-    record: StepRecord
-    draft_s: float | None
-    verify_s: float | None
+    def collect(output: SequenceOutput) -> None:
+        outputs[int(output.request_id)].extend(output.token_ids)
+        if output.finish_reason is not None:
+            ends.append(output.finish_reason)
 
-
-@dataclass(slots=True)
-class EngineRun:
-    """seconds: from submitting the first prompt to the last token. steps: those at full batch size.
-
-    outputs: token ids by number of the prompt.
-    """
-
-    seconds: float
-    steps: list[TimedStep] = field(default_factory=list)
-    outputs: dict[int, list[int]] = field(default_factory=dict)
-
-
-class EngineBench:
-    """One engine over a pair, run again and again with other batches and lengths."""
-
-    def __init__(
-        self,
-        pair: ModelPair,
-        max_batch_size: int,
-        max_length: int,
-        recorder: Recorder | None = None,
-        backend: str = "auto",
-    ) -> None:
-        self.chooser = FixedArm(PLAIN)
-        self.synchronous = pair.device.type == "cpu"
-        config = EngineConfig(
-            max_batch_size=max_batch_size,
-            max_speculation_length=max_length,
-            backend=backend,
-        )
-        self.engine = Engine(pair, config, self.chooser, prepare(pair, config, recorder))
-        self.target_clock = ForwardClock(self.engine.target)
-        self.draft_clock = ForwardClock(self.engine.draft)
-
-    def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
-        """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""
-        self.chooser.arm = Arm(length)
-        run = EngineRun(0.0)
-        unfinished = set(range(len(prompts)))
-        sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        for number, prompt in enumerate(prompts):
-            run.outputs[number] = []
-            request = GenerationRequest(f"bench-{number}", tuple(prompt), sampling)
-            self.engine.submit(request, self._receiver(number, run, unfinished))
-        while unfinished:
-            self._step(run, len(prompts))
-        run.seconds = time.perf_counter() - start
-        return run
-
-    def _step(self, run: EngineRun, batch_size: int) -> None:
-        draft_before, verify_before = self.draft_clock.seconds, self.target_clock.seconds
-        record = self.engine.step()
-        # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
-        if record is None or record.batch_size != batch_size or record.arm != self.chooser.arm or record.flags:
-            return
-        draft_s = self.draft_clock.seconds - draft_before if self.synchronous else None
-        verify_s = self.target_clock.seconds - verify_before if self.synchronous else None
-        run.steps.append(TimedStep(record, draft_s, verify_s))
-
-    @staticmethod
-    def _receiver(number: int, run: EngineRun, unfinished: set[int]) -> Callable[[SequenceOutput], None]:
-        def receive(output: SequenceOutput) -> None:
-            run.outputs[number].extend(output.token_ids)
-            if output.finish_reason is FinishReason.ABORT:
-                raise RuntimeError(
-                    f"sequence {number} ended before its {output.num_completion_tokens} tokens were complete"
-                )
-            if output.finish_reason is not None:
-                unfinished.discard(number)
-
-        return receive
+    for number, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+        engine.submit(GenerationRequest(str(number), tuple(prompt), sampling), collect)
+    while len(ends) < len(prompts):
+        if (record := engine.step()) is not None:
+            on_step(record)
+    if FinishReason.ABORT in ends:
+        raise RuntimeError(f"{ends.count(FinishReason.ABORT)} of {len(ends)} sequences were given up")
+    return outputs

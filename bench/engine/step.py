@@ -1,37 +1,41 @@
-"""`speclen bench step`: cost and yield of a step at every batch size and length, beside transformers' generation."""
+"""`speclen bench step`: cost and yield of a step at every batch size and length."""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product, starmap
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
-from transformers.utils import logging as transformers_logging
 
-from speclen.bench.engine.run import EngineBench, TimedStep
-from speclen.bench.engine.transformers_baseline import TransformersBaseline
+from speclen.bench.engine.run import generate
 from speclen.bench.spread import Spread, figure, ratio, spread
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
+from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
-ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
-MS = ("step_ms", "draft_ms", "verify_ms", "other_ms")
+Prompts = Sequence[tuple[int, ...]]
+OF_STEPS = ("full_batch_tokens_per_s", "tokens_per_step", "step_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +51,12 @@ class Settings:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One thing to time: an engine at a length, `generate`, or assisted generation at a length (None: its default).
+class Work(NamedTuple):
+    """One thing to time."""
 
-    kind: of an engine its backend, else "generate" or "assisted".
-    """
-
-    kind: str
     batch_size: int
-    length: int | None = None
+    length: int
+    backend: str
 
 
 @flags_from(WorkerConfig, "target", "draft", "device", "dtype")
@@ -68,14 +68,12 @@ def step(
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
     threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as a worker uses."),
-    prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     seed: int = typer.Option(0, help="Seed of the prompts and of the order."),
-    baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path | None = typer.Option(None, help="Also write the JSON to this file."),
     **models: str,
 ) -> None:
-    """Measure step times, tokens per step, and throughput beside transformers on the same weights.
+    """Measure step times, tokens per step and throughput of the engine alone.
 
     Example: speclen bench step --target bundled:target-60m --batch-sizes 1,8 --lengths 0,3,6
     """
@@ -92,8 +90,8 @@ def step(
         pair = load_pair(**(models | {"draft": draft_of(models["target"], models["draft"])}))
         set_threads(threads, pair)
         check(settings, pair)
-        source = PromptSource(pair.tokenizer, texts_from_file(prompts) if prompts else held_out_texts(), seed)
-        result = measure(pair, settings, source, baselines)
+        source = PromptSource(pair.tokenizer, held_out_texts(), seed)
+        result = measure(pair, settings, source)
     except ValueError as error:
         raise UserError(str(error)) from error
     text = json.dumps(result, indent=2)
@@ -115,79 +113,53 @@ def check(settings: Settings, pair: ModelPair) -> None:
         )
 
 
-def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines: bool) -> dict[str, Any]:
+def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[str, Any]:
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
-    engines = {
-        backend: EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1], backend=backend)
-        for backend in settings.backends
-    }
-    run = Runner(engines, TransformersBaseline(pair) if baselines else None)
-    works = list(all_works(settings, baselines, baselines and pair.draft is not None))
+    limits = (settings.batch_sizes[-1], settings.lengths[-1])
+    engines = {name: Engine(pair, EngineConfig(*limits, backend=name), FixedArm(PLAIN)) for name in settings.backends}
+    works = list(starmap(Work, product(settings.batch_sizes, settings.lengths, settings.backends)))
     rates: dict[Work, list[float]] = defaultdict(list)
-    steps: dict[Work, list[TimedStep]] = defaultdict(list)
-    order = random.Random(settings.seed)
-    transformers_logging.set_verbosity_error()  # generate warns about its own internal calls
+    steps: dict[Work, list[StepRecord]] = defaultdict(list)
+    order, stderr, quiet = random.Random(settings.seed), Console(stderr=True), not sys.stderr.isatty()
     for repeat in range(settings.repeats + 1):
         prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
         title = f"repeat {repeat} of {settings.repeats}" if repeat else "warming up"
-        for work in progress(order.sample(works, len(works)), title):
+        for work in track(order.sample(works, len(works)), title, console=stderr, transient=True, disable=quiet):
             new_tokens = settings.new_tokens if repeat else min(8, settings.new_tokens)
-            seconds, timed = run(work, prompts[: work.batch_size], new_tokens)
+            seconds, found = run(engines[work.backend], prompts[: work.batch_size], new_tokens, work.length)
             if repeat:
                 rates[work].append(work.batch_size * new_tokens / seconds)
-                steps[work] += timed
-    plain = {work.batch_size: rates[work] for work in works if (work.kind, work.length) == (settings.backends[0], 0)}
+                steps[work] += found
+    plain = {size: rates[Work(size, 0, settings.backends[0])] for size in settings.batch_sizes}
     return {
         "target": pair.target_name,
         "draft": pair.draft_name,
         "dtype": str(pair.dtype).removeprefix("torch."),
         "machine": machine(pair.device),
         "settings": asdict(settings),
-        "backends": {name: one.engine.backend for name, one in engines.items()},
+        "backends": {name: one.backend for name, one in engines.items()},
         "cells": [cell(work, rates[work], plain[work.batch_size], steps[work]) for work in works],
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """The engines by backend, and transformers, as things to time."""
-
-    engines: dict[str, EngineBench]
-    baseline: TransformersBaseline | None
-
-    def __call__(self, work: Work, prompts: list[tuple[int, ...]], new_tokens: int) -> tuple[float, list[TimedStep]]:
-        """Seconds of the whole batch, and the engine's steps."""
-        if work.kind in self.engines:
-            assert work.length is not None
-            done = self.engines[work.kind].run(prompts, new_tokens, work.length)
-            return done.seconds, done.steps
-        assert self.baseline is not None
-        if work.kind == "generate":
-            return self.baseline.generate(prompts, new_tokens), []
-        return self.baseline.assisted(prompts, new_tokens, work.length), []
+def run(engine: Engine, prompts: Prompts, new_tokens: int, length: int) -> tuple[float, list[StepRecord]]:
+    """Seconds of the whole batch, and its steps at full batch size that no flag excludes."""
+    arm, steps = Arm(length), list[StepRecord]()
+    engine.use_chooser(FixedArm(arm))
+    start = time.perf_counter()
+    generate(engine, prompts, [new_tokens] * len(prompts), steps.append)
+    seconds = time.perf_counter() - start
+    # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
+    return seconds, [one for one in steps if not one.flags and (one.batch_size, one.arm) == (len(prompts), arm)]
 
 
-def all_works(settings: Settings, generate: bool, assisted: bool) -> Iterator[Work]:
-    for batch_size in settings.batch_sizes:
-        for length in settings.lengths:
-            yield from (Work(backend, batch_size, length) for backend in settings.backends)
-        if generate:
-            yield Work("generate", batch_size)
-    if assisted and 1 in settings.batch_sizes:
-        yield from (Work("assisted", 1, length) for length in ASSISTED_LENGTHS)
-
-
-def progress(works: list[Work], title: str) -> Iterator[Work]:
-    yield from track(works, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedStep]) -> dict[str, Any]:
-    """Throughput over the repeats, and mean step time with its parts over all steps at full batch size.
+def cell(work: Work, rates: list[float], plain: list[float], steps: list[StepRecord]) -> dict[str, Any]:
+    """Throughput over the repeats, and mean step time over all steps at full batch size.
 
     plain: tokens per second of the first backend at length 0, repeat by repeat.
     """
     row: dict[str, Any] = {
-        "kind": work.kind,
+        "kind": work.backend,
         "batch_size": work.batch_size,
         "speculation_length": work.length,
         "tokens_per_s": asdict(spread(rates)),
@@ -196,21 +168,13 @@ def cell(work: Work, rates: list[float], plain: list[float], steps: list[TimedSt
     }
     if not steps:
         return row
-    sequences = sum(timed.record.batch_size for timed in steps)
-    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.record.accepted_histogram))
+    sequences = sum(record.batch_size for record in steps)
+    accepted = sum(j * count for record in steps for j, count in enumerate(record.accepted_histogram))
     row["tokens_per_step"] = 1 + accepted / sequences
-    row["step_ms"] = mean_ms(steps, lambda timed: timed.record.latency_s)
+    row["step_ms"] = 1e3 * fmean(record.latency_s for record in steps)
     # A server's throughput, which replaces finished sequences; tokens_per_s also has the tail of a fixed set of prompts.
     row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
-    if steps[0].draft_s is not None:
-        row["draft_ms"] = mean_ms(steps, lambda timed: timed.draft_s or 0.0)
-        row["verify_ms"] = mean_ms(steps, lambda timed: timed.verify_s or 0.0)
-        row["other_ms"] = row["step_ms"] - row["draft_ms"] - row["verify_ms"]
     return row
-
-
-def mean_ms(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
-    return 1e3 * sum(value(timed) for timed in steps) / len(steps)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -219,12 +183,11 @@ def show(result: dict[str, Any]) -> None:
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
         f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
-    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
-        length = row["speculation_length"]
-        where = (row["kind"], str(row["batch_size"]), "-" if length is None else str(length))
+        where = (row["kind"], str(row["batch_size"]), str(row["speculation_length"]))
         rates = (str(Spread(**row["tokens_per_s"])), figure(row["over_length_0"]["median"]))
-        values = (figure(row[k]) if k in row else "-" for k in ("full_batch_tokens_per_s", "tokens_per_step", *MS))
+        values = (figure(row[name]) if name in row else "-" for name in OF_STEPS)
         table.add_row(*where, *rates, *values)
     console.print(table)

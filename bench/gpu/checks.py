@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from speclen.bench.engine.run import generate
 from speclen.cli.support.machine import machine, provenance
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends.torch.captured_model import CapturedModel
@@ -30,7 +31,6 @@ from speclen.worker.engine.preparation import prepare
 from speclen.worker.engine.step_plan import StepPlan
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
 
 Prompt = tuple[int, ...]
 # Two tokens whose float32 logits lie closer are a tie, which any shape of a product may break its own way.
@@ -78,21 +78,6 @@ class VaryingLengths:
 
     def report(self, record: StepRecord) -> None:
         pass
-
-
-def generate(engine: Engine, prompts: Sequence[Prompt], max_tokens: Sequence[int]) -> list[list[int]]:
-    """Greedy outputs, all requests submitted at once."""
-    outputs: list[list[int]] = [[] for _ in prompts]
-
-    def collect(output: SequenceOutput) -> None:
-        outputs[int(output.request_id)].extend(output.token_ids)
-
-    for number, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
-        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-        engine.submit(GenerationRequest(str(number), prompt, sampling), collect)
-    while engine.load().num_running or engine.load().num_waiting:
-        engine.step()
-    return outputs
 
 
 def ragged(source: PromptSource, num: int) -> tuple[list[Prompt], list[int]]:

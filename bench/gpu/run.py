@@ -2,7 +2,7 @@
 
 Parts, each in processes of its own: checks of the engine; times of its steps and their passes; closed loops, `adaptive`
 beside fixed arms; and vLLM under the plugin, on both of its model runners, beside fixed lengths. A part that fails or is
-cut off does not end the others. Results, databases, logs and a picture lie in one folder.
+cut off does not end the others. Results, databases and logs lie in one folder.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from speclen.bench.gpu.parts import Part, run_parts
-from speclen.bench.gpu.picture import as_table, draw, own_rates
+from speclen.bench.gpu.rates import as_table
 from speclen.cli.support.machine import provenance
 
 # What serving needs beyond torch and transformers.
 NEEDED = ("grpc", "grpc_health", "typer", "structlog", "prometheus_client", "sqlite_utils")
 BENCH = (sys.executable, "-m", "speclen.cli.app", "bench")
 MODELS = "--device cuda --target bundled:target-6.7b --draft bundled:draft-125m --backend torch"
-STEPS = "--batch-sizes 1,8,32 --lengths 0,1,3,5,8 --repeats 2 --no-baselines"
+STEPS = "--batch-sizes 1,8,32 --lengths 0,1,3,5,8 --repeats 2"
 SERVING = (
     "--track closed-wide --max-batch-size 32 --block-s 3 --learn-s 25 "
     "--compare adaptive,none,fixed:1,fixed:3,fixed:5,fixed:8,n-gram"
 )
 # Everything once and small, on any CPU.
 DRY_MODELS = "--device cpu --target bundled:target --backend torch"
-DRY_STEPS = "--batch-sizes 2 --lengths 2 --repeats 1 --new-tokens 4 --no-baselines"
+DRY_STEPS = "--batch-sizes 2 --lengths 2 --repeats 1 --new-tokens 4"
 DRY_SERVING = (
     "--track closed-wide --max-batch-size 8 --max-length 2 --block-s 0.05 --learn-s 0.05 --repeats 4 "
     "--compare adaptive,fixed:2,n-gram"
@@ -60,13 +60,10 @@ def main() -> int:
     outcomes = run_parts(parts, 60 * arguments.minutes - (time.monotonic() - begun), say)
     results = {part.result.stem: json.loads(part.result.read_text()) for part in parts if part.result.exists()}
     rates = {name: one["tokens_per_s"] for name, one in results.items() if "tokens_per_s" in one}
-    if "own" in results:
-        rates = {"own": own_rates(results["own"])} | rates
     for name, table in rates.items():
         print(as_table(name, table))
     document = provenance("scripts/gpu_check") | {"parts": [asdict(one) for one in outcomes], "tokens_per_s": rates}
     (out / "gpu_check.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw(rates, out / "gpu_check.png")
     print(f"all results are in {out}")
     return 1 if any(one.end == "failed" for one in outcomes) else 0
 

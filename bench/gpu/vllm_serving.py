@@ -53,7 +53,7 @@ def main() -> int:
     options = parser.parse_args()
     until = time.monotonic() + options.seconds - END_S
     from speclen.bench.gpu.vllm_engine import DRY, FULL, make_engine, set_environment  # here, since they take seconds
-    from speclen.bench.serving.deployment import free_address
+    from speclen.bench.serving.warm import free_address
     from speclen.cli.support.processes import Child
 
     models, address, log = DRY if options.dry_run else FULL, free_address(), options.out.with_suffix(".controller.log")

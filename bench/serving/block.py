@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from grpc import aio
 
 from speclen.bench.serving.load import REQUEST_TIMEOUT_S, Prompt, RequestOutcome, open_loop
 from speclen.bench.serving.tracks import Block
-from speclen.bench.serving.watch import Sample, watch
+from speclen.transport.aio import prepare_aio
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +48,37 @@ class BlockFigures:
 
 @dataclass(slots=True)
 class ServedBlock:
-    """outcomes: one per arrival, in order."""
+    """outcomes: one per arrival, in order. num_row_steps: steps, over the sequences in each."""
 
     outcomes: list[RequestOutcome]
-    samples: list[Sample]
+    num_steps: int
+    num_row_steps: int
     seconds: float
 
 
 async def serve_block(
     address: str, block: Block, prompts: Sequence[Prompt], timeout_s: float = REQUEST_TIMEOUT_S
 ) -> ServedBlock:
-    """Send every request at its time, and wait for all answers."""
-    samples: list[Sample] = []
-    async with asyncio.TaskGroup() as group:
-        watcher = group.create_task(watch(address, samples))
-        outcomes = await open_loop(address, block.arrivals, prompts, timeout_s, block.at_once)
-        watcher.cancel()
+    """Send every request at its time, and wait for all answers. Raises AioRpcError when the worker is gone."""
+    before = await counters(address)
+    outcomes = await open_loop(address, block.arrivals, prompts, timeout_s, block.at_once)
+    after = await counters(address)
     ends = [outcome.finished_s for outcome in outcomes if outcome.finished_s is not None]
-    return ServedBlock(outcomes, samples, max(ends, default=block.duration_s))
+    steps, row_steps = after.num_steps - before.num_steps, after.num_row_steps - before.num_row_steps
+    return ServedBlock(outcomes, steps, row_steps, max(ends, default=block.duration_s))
+
+
+async def counters(address: str) -> pb.GetServerInfoResponse:
+    """The worker's counters."""
+    prepare_aio()
+    async with aio.insecure_channel(address) as channel:
+        return await rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5.0)
 
 
 def figures_of(served: ServedBlock) -> BlockFigures:
     """The figures of a served block."""
     done = [outcome for outcome in served.outcomes if not outcome.error]
     latencies = np.array([outcome.latency_s for outcome in done]) if done else np.zeros(1)
-    first, last = (served.samples[0], served.samples[-1]) if served.samples else (Sample(0, 0), Sample(0, 0))
     p50, p95, p99 = (float(value) for value in np.percentile(latencies, [50, 95, 99]))
     return BlockFigures(
         num_requests=len(served.outcomes),
@@ -83,8 +91,8 @@ def figures_of(served: ServedBlock) -> BlockFigures:
         ttft_mean_s=float(np.mean([o.first_token_s - o.at_s for o in done if o.first_token_s is not None] or [0.0])),
         num_tokens=sum(outcome.num_tokens for outcome in done),
         seconds=served.seconds,
-        num_steps=last.num_steps - first.num_steps,
-        num_row_steps=last.num_row_steps - first.num_row_steps,
+        num_steps=served.num_steps,
+        num_row_steps=served.num_row_steps,
         num_proposed=sum(outcome.num_draft_tokens for outcome in done),
         num_accepted=sum(outcome.num_accepted_tokens for outcome in done),
         late_s=float(np.percentile([o.sent_s - o.at_s for o in served.outcomes], 99)),

@@ -6,37 +6,32 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from speclen.bench.serving.load import Yield
-from speclen.records import Arm
+import numpy as np
 
-LENGTHS = (0, 1, 2, 3, 4)  # the one that serves a full worker fastest is short
-AGREE, MOST_VISITS = 1.05, 6
-Visit = Callable[[Arm], Yield]
+from speclen.bench.serving.load import RequestOutcome
+from speclen.bench.serving.recipes import recipe_of
+from speclen.bench.serving.tracks import Block, draw_requests
 
-
-def best_length(visit: Visit, max_length: int) -> Arm:
-    """The length with the most tokens per second in its second visit: in the first one shapes are new."""
-    arms = [Arm(length) for length in LENGTHS if length <= max_length]
-    for arm in arms:
-        visit(arm)
-    return max(arms, key=lambda arm: visit(arm).tokens_per_s)
+LENGTHS = range(5)  # the one that serves a full worker fastest is short
+REQUESTS_PER_SLOT = 4
+OF_ITS_OWN = 1_000_000  # a number that no round comes to
 
 
-def capacity(visit: Visit, max_length: int) -> list[float]:
-    """Tokens per second by visit at the best length; the last two agree unless something else runs, and are what counts."""
-    arm, rates = best_length(visit, max_length), list[float]()
-    while len(rates) < MOST_VISITS and not is_settled(rates):
-        rates.append(visit(arm).tokens_per_s)
-    return rates
+def busy_block(track: str, slots: int, seed: int) -> Block:
+    """Requests of the track for every slot, all there from the start."""
+    times = np.zeros(REQUESTS_PER_SLOT * slots)
+    arrivals = draw_requests(np.random.default_rng([seed, OF_ITS_OWN]), times, recipe_of(track).mix)
+    return Block(track, OF_ITS_OWN, 0.0, tuple(arrivals), slots)
 
 
-def is_settled(rates: list[float]) -> bool:
-    """True if the last two visits agree."""
-    return len(rates) > 1 and max(rates[-2:]) <= AGREE * min(rates[-2:])
+def busy_rate(outcomes: Sequence[RequestOutcome]) -> float:
+    """Tokens per second until the last request was sent, when every slot was busy.
 
-
-def capacity_of(rates: list[float]) -> float:
-    """Mean of the last two visits."""
-    return sum(rates[-2:]) / len(rates[-2:])
+    Tokens of an answer that ran on count as if they had come evenly. Raises ValueError naming why a request failed.
+    """
+    if error := next((one.error for one in outcomes if one.error), None):
+        raise ValueError(f"measuring the capacity failed: {error}")
+    until = max(one.sent_s for one in outcomes)
+    return sum(one.num_tokens * min(1.0, (until - one.sent_s) / one.latency_s) for one in outcomes) / until

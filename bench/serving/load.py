@@ -1,21 +1,17 @@
 """The client of the serving benchmark: sends requests over gRPC and notes when their tokens came.
 
-Open loop: a request is sent when the track says so, whether or not earlier ones have finished, and its latency counts
-from that moment, so that a server which falls behind cannot hide it. Closed loop: a fixed number of requests at a time,
-to measure what a batch size yields.
+A request is sent when the track says so, whether or not earlier ones have finished, and its latency counts from that
+moment, so that a server which falls behind cannot hide it. In a closed loop it is sent when another ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from grpc import aio
 
 from speclen.bench.serving.tracks import Arrival
@@ -35,7 +31,6 @@ class RequestOutcome:
     error: empty for a request that got all the tokens it asked for.
     """
 
-    index: int
     at_s: float
     sent_s: float = 0.0
     first_token_s: float | None = None
@@ -52,23 +47,17 @@ class RequestOutcome:
         return self.finished_s - self.at_s
 
 
-def make_request(
-    prompt: Prompt, num_tokens: int, temperature: float = 0.0, sampling_seed: int = 0, ends_itself: bool = False
-) -> pb.GenerateRequest:
+def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
     """With a seed, so that every policy generates the same tokens; past end tokens, unless the model ends its answer."""
     return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=pb.SamplingParams(
-            temperature=temperature, max_tokens=num_tokens, ignore_eos=not ends_itself, seed=sampling_seed
+            temperature=arrival.temperature,
+            max_tokens=arrival.output_tokens,
+            ignore_eos=not arrival.ends_itself,
+            seed=arrival.sampling_seed,
         ),
         stream=True,
-    )
-
-
-def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
-    """The request of an arrival."""
-    return make_request(
-        *(prompt, arrival.output_tokens, arrival.temperature, arrival.sampling_seed, arrival.ends_itself)
     )
 
 
@@ -113,7 +102,8 @@ async def open_loop(
     at_once: at most so many at a time; the others' time comes when one before them has ended.
     """
     prepare_aio()
-    outcomes = [RequestOutcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
+    outcomes = [RequestOutcome(arrival.at_s) for arrival in arrivals]
+    turns = asyncio.Semaphore(at_once or max(1, len(arrivals)))
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)
         begin = time.monotonic()
@@ -121,103 +111,16 @@ async def open_loop(
         def clock() -> float:
             return time.monotonic() - begin
 
-        turns = asyncio.Semaphore(at_once) if at_once is not None else contextlib.nullcontext()
-
-        async def one(outcome: RequestOutcome) -> None:
+        async def send(outcome: RequestOutcome, arrival: Arrival, prompt: Prompt) -> None:
+            request, num_tokens = request_of(arrival, prompt), 1 if arrival.ends_itself else arrival.output_tokens
             async with turns:
+                outcome.sent_s = clock()
                 if at_once is not None:
-                    outcome.at_s = clock()
-                await send(outcome)
-
-        async def send(outcome: RequestOutcome) -> None:
-            arrival = arrivals[outcome.index]
-            num_tokens = 1 if arrival.ends_itself else arrival.output_tokens
-            request = request_of(arrival, prompts[outcome.index])
-            outcome.sent_s = clock()
-            await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
+                    outcome.at_s = outcome.sent_s
+                await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
 
         async with asyncio.TaskGroup() as group:
-            for outcome in outcomes:
-                await asyncio.sleep(max(0.0, outcome.at_s - clock()))
-                group.create_task(one(outcome))
+            for outcome, arrival, prompt in zip(outcomes, arrivals, prompts, strict=True):
+                await asyncio.sleep(max(0.0, arrival.at_s - clock()))
+                group.create_task(send(outcome, arrival, prompt))
     return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """Tokens that a closed loop brought in so many seconds."""
-
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(slots=True)
-class ClosedLoop:
-    """Requests that keep a worker busy, and the tokens that came since counting began.
-
-    num_settling: requests that end before counting begins, since in the beginning all prompts are prefilled at once.
-    """
-
-    requests: Iterator[pb.GenerateRequest]
-    limit_s: float
-    num_settling: int
-    tokens: int = 0
-    num_ended: int = 0
-    begun_at: float | None = None
-    ended_at: float | None = None
-
-    async def client(self, stub: Any) -> None:
-        """Send one request after the other until there are no more or the time is over."""
-        while self.ended_at is None and (request := next(self.requests, None)) is not None:
-            call = stub.Generate(request, timeout=REQUEST_TIMEOUT_S)
-            async for response in call:
-                if self.ended_at is not None:
-                    call.cancel()
-                    return
-                self._count(len(response.chunk.token_ids))
-            self.num_ended += 1
-            if self.num_ended == self.num_settling:
-                self._begin()
-        self.ended_at = self.ended_at or time.monotonic()
-
-    def _begin(self) -> None:
-        self.tokens, self.begun_at = 0, time.monotonic()
-
-    def _count(self, num_tokens: int) -> None:
-        self.tokens += num_tokens
-        if self.begun_at is not None and time.monotonic() - self.begun_at >= self.limit_s:
-            self.ended_at = time.monotonic()
-
-
-async def closed_loop(
-    address: str,
-    concurrency: int,
-    requests: Iterable[pb.GenerateRequest],
-    limit_s: float = math.inf,
-    num_settling: int = 0,
-) -> Yield:
-    """Keep `concurrency` of the requests running, in their order; count tokens for limit_s, or until there are no more.
-
-    Requests that still run then are cut off: fewer are another load. Raises grpc.RpcError when a request fails; ValueError
-    when there are no more than num_settling.
-    """
-    loop = ClosedLoop(iter(requests), limit_s, num_settling, begun_at=None if num_settling else time.monotonic())
-    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        await asyncio.gather(*(loop.client(stub) for _ in range(concurrency)))
-    if loop.begun_at is None or loop.ended_at is None:
-        raise ValueError(
-            f"{loop.num_ended} requests are too few, as {num_settling} are not counted: measure for longer"
-        )
-    return Yield(loop.tokens, loop.ended_at - loop.begun_at)
-
-
-def explain(error: grpc.RpcError, address: str) -> str:
-    """One sentence about a failed call."""
-    if isinstance(error, aio.AioRpcError):
-        return f"the worker at {address} answered {error.code().name}: {error.details()}"
-    return f"the worker at {address} failed: {error}"

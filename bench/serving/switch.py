@@ -1,11 +1,10 @@
 """A worker whose policy is exchanged while it runs, so that policies are compared on one warm process.
 
-    python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target-60m"}'
+    python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target", "profile": null}'
 
-It is an ordinary worker; what is special is a desk at which its parent, on stdin, opens policies and says which one the
-engine follows from now on. A policy that learns has a control client of its own, which hears of the steps that it chose
-and of no others. Between policies nothing runs, and what was remembered of earlier prompts is forgotten, so that who
-comes second is not served faster.
+It is an ordinary worker; what is special is a desk at which its parent, on stdin, says which policy the engine follows
+from now on. `adaptive` has a control client, which hears of the steps that it chose and of no others. Between policies
+nothing runs, and what was remembered of earlier prompts is forgotten, so that who comes second is not served faster.
 """
 
 from __future__ import annotations
@@ -17,55 +16,36 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.records import StepRecord, parse_arm
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
-from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 
 if TYPE_CHECKING:  # they import torch, which must see its settings first
     from prometheus_client import CollectorRegistry
 
+    from speclen.worker.reporting.control_client import ControlClient
     from speclen.worker.service.async_engine import AsyncEngine
 
 JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
 POLL_S = 0.01
 SETTLE_S = 0.05  # for the engine's thread to end the step that finished the last request
-Command = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class FixedTable:
-    """The same arms for ever, one per batch size, that of 1 first."""
-
-    choices: tuple[ArmChoice, ...]
-    wants_evaluations: bool = False
-
-    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
-        """As ArmChooser."""
-        return self.choices[min(batch_size, len(self.choices)) - 1]
-
-    def report(self, record: StepRecord) -> None:
-        """Forget it."""
-
-
-def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
-    """ranges: first and last batch size, and the arm in words."""
-    return FixedTable(tuple(ArmChoice(parse_arm(words)) for low, high, words in ranges for _ in range(low, high + 1)))
 
 
 @dataclass(slots=True)
 class Desk:
-    """Opens and uses policies, one command a line. Every answer is one line, too."""
+    """Uses policies, one command a line. Every answer is one line, too.
+
+    client: of `adaptive`, and its connection to the controller; None before it learns.
+    """
 
     config: WorkerConfig
     front: AsyncEngine
-    choosers: dict[str, ArmChooser] = field(default_factory=dict)
-    clients: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    client: ControlClient | None = None
+    connection: asyncio.Task[None] | None = None
 
     async def run(self, commands: asyncio.StreamReader) -> None:
         """Answer until the parent closes the pipe or ends; then the worker ends as by SIGTERM."""
@@ -78,42 +58,24 @@ class Desk:
             print(json.dumps(answer), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def obey(self, command: Command) -> None:
+    async def obey(self, command: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
-        verbs: dict[str, Callable[[Command], Any]] = {
-            "table": self.open_table,
-            "learning": self.open_learning,
-            "use": self.use,
-        }
-        await verbs[command["do"]](command)
+        verbs: dict[str, Callable[..., Any]] = {"learn": self.learn, "use": self.use}
+        await verbs[command.pop("do")](**command)
 
-    async def open_table(self, command: Command) -> None:
-        self.choosers[command["name"]] = table_of(command["ranges"])
+    async def learn(self, controller: str) -> None:
+        """Join the controller at that address with a control client."""
+        from speclen.worker.service.assembly import card_of  # here: it imports torch
 
-    async def open_learning(self, command: Command) -> None:
-        """A control client, joined to the controller at that address. profile: a file to begin with, or none."""
-        from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
+        client = self._client(controller=controller, worker_id="adaptive")
+        client.card = card_of(client.card, self.front.engine)
+        self.client, self.connection = client, asyncio.create_task(client.run(controller))
+        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
-        name, profile = command["name"], command["profile"]
-        config = replace(
-            self.config,
-            policy="adaptive",
-            controller=command["controller"],
-            profile=Path(profile) if profile else None,
-            worker_id=name,
-        )
-        engine = self.front.engine
-        client = make_control(config, engine.pair, engine.backend)
-        client.card = card_of(client.card, engine)
-        self.clients[name] = asyncio.create_task(client.run(command["controller"]))
-        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
-        self.choosers[name] = client
-
-    async def use(self, command: Command) -> None:
+    async def use(self, policy: str) -> None:
         """Let the engine follow a policy from now on, once nothing runs any more."""
-        chooser, engine = self.choosers[command["name"]], self.front.engine
-        if (task := self.clients.get(command["name"])) is not None:
-            check_runs(command["name"], task)
+        chooser = self._learner() if policy == "adaptive" else self._client(policy=policy)
+        engine = self.front.engine
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
         engine.use_chooser(chooser)
@@ -121,22 +83,31 @@ class Desk:
             if model is not None:
                 model.pool.forget()
 
-    async def close_all(self) -> None:
-        """End the control clients; nothing is measured any more."""
-        for task in self.clients.values():
-            task.cancel()
-        await asyncio.gather(*self.clients.values(), return_exceptions=True)
+    async def close(self) -> None:
+        """End the control client; nothing is measured any more."""
+        if self.connection is not None:
+            self.connection.cancel()
+            await asyncio.gather(self.connection, return_exceptions=True)
+
+    def _client(self, **changes: Any) -> ControlClient:
+        """As a worker with these settings has it."""
+        from speclen.worker.service.assembly import make_control  # here: it imports torch
+
+        engine = self.front.engine
+        return make_control(replace(self.config, **changes), engine.pair, engine.backend)
+
+    def _learner(self) -> ControlClient:
+        """Raises PartFailedError if the control client has ended: without it the policy does not learn."""
+        if self.client is None or self.connection is None:
+            raise ValueError("nothing learns yet")
+        if self.connection.done():
+            error = None if self.connection.cancelled() else self.connection.exception()
+            raise PartFailedError(f"the control client has ended: {error or 'without a reason'}")
+        return self.client
 
     def _is_idle(self) -> bool:
         load = self.front.engine.load()
         return not (self.front.num_open or load.num_running or load.num_waiting)
-
-
-def check_runs(name: str, client: asyncio.Task[None]) -> None:
-    """Raises PartFailedError if a policy's control client has ended: without it the policy does not learn."""
-    if client.done():
-        error = None if client.cancelled() else client.exception()
-        raise PartFailedError(f"the control client of {name} has ended: {error or 'without a reason'}")
 
 
 async def until(holds: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
@@ -167,14 +138,15 @@ async def desk_front(
         yield ""
     finally:
         running.cancel()
-        await desk.close_all()
+        await desk.close()
 
 
 def main() -> None:
     """Serve until SIGTERM, or until the parent is gone."""
     from speclen.worker.backends.spinning import set_spins
 
-    config = WorkerConfig(**json.loads(sys.argv[1]), controller="")
+    settings = json.loads(sys.argv[1])
+    config = WorkerConfig(**settings | {"profile": settings["profile"] and Path(settings["profile"]), "controller": ""})
     set_spins()  # before torch is imported
     from speclen.transport.logs import set_up_logs
     from speclen.worker.service.server import serve

@@ -1,10 +1,11 @@
-"""One worker that stays, whose policies take turns, and a controller for each of them that learns."""
+"""One worker that stays, whose policies take turns, and a controller for the one that learns."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,33 +16,37 @@ from typing import Any
 
 import grpc
 
-from speclen.bench.serving.deployment import (
-    START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    WorkerSettings,
-    free_address,
-    seed_controller,
-)
-from speclen.bench.serving.policies import Policy, in_words
+from speclen.cli.profile.document import read_document
+from speclen.cli.profile.importing import send
+from speclen.cli.support.client import Client
 from speclen.cli.support.database import copy_database
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child, without_settings
+from speclen.records import ContextKey
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
+from speclen.worker.config import WorkerConfig
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+MAX_WAITING = 100_000  # requests that wait are measured, and none is refused
+# Settings of a worker that a comparison may choose.
+SETTINGS = ("target", "draft", "device", "dtype", "max_batch_size", "max_length", "threads", "backend")
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @dataclass(slots=True)
 class WarmWorker:
-    """Worker and controllers for the length of a `with` block; logs and databases go with it.
+    """Worker and controller for the length of a `with` block; logs and database go with it."""
 
-    profile: seeds the policies that learn.
-    """
-
-    settings: WorkerSettings
-    profile: Path | None = None
+    settings: WorkerConfig
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
-    controllers: dict[str, Child] = field(default_factory=dict)
-    databases: dict[str, Path] = field(default_factory=dict)  # of the controllers, also of those that have ended
+    controller: Child | None = None
     process: subprocess.Popen[str] | None = None
     # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -59,21 +64,27 @@ class WarmWorker:
     ) -> None:
         self.stop()
 
-    def open(self, policy: Policy) -> None:
-        """Make a policy known to the worker. Raises UserError when it cannot be."""
-        if policy.table is None:
-            self._open_learning(policy)
-        else:
-            self._tell(do="table", name=policy.name, ranges=in_words(policy.table))
+    def learn(self) -> None:
+        """Let the worker join a controller, for `adaptive`. Raises UserError when that does not start."""
+        address, log = free_address(), Path(self.folder.name) / "controller.log"
+        arguments = ["controller", "--listen", address, "--db", str(self._database)]
+        self.controller = Child("controller", arguments, address, log, takes_settings=False)
+        self.controller.start()
+        self.controller.wait_until_serving(START_TIMEOUT_S)
+        if self.settings.profile is not None:  # one measured in another context is only a starting point
+            known = self.context()
+            context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
+            send(read_document(self.settings.profile).to_request(context), address, Client())
+        self._tell(do="learn", controller=address)
 
-    def use(self, name: str) -> None:
+    def use(self, policy: str) -> None:
         """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
-        self._tell(do="use", name=name)
+        self._tell(do="use", policy=policy)
 
-    def keep_reports(self, name: str, target: Path) -> None:
-        """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
+    def keep_reports(self, target: Path) -> None:
+        """Copy the database of `adaptive`. Raises UserError when that cannot be written."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        copy_database(self.databases[name], target)
+        copy_database(self._database, target)
 
     def context(self) -> control_pb2.ContextKey:
         """The key under which a controller knows this worker's models and machine."""
@@ -82,8 +93,8 @@ class WarmWorker:
             return stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
 
     def stop(self) -> None:
-        for controller in self.controllers.values():
-            controller.stop(STOP_TIMEOUT_S)
+        if self.controller is not None:
+            self.controller.stop(STOP_TIMEOUT_S)
         if self.process is not None:
             self.process.terminate()
             try:
@@ -98,6 +109,10 @@ class WarmWorker:
         self.folder.cleanup()
 
     @property
+    def _database(self) -> Path:
+        return Path(self.folder.name) / "speclen.db"
+
+    @property
     def _log(self) -> Path:
         return Path(self.folder.name) / "worker.log"
 
@@ -106,7 +121,9 @@ class WarmWorker:
         return lines[-1] if lines else "it printed nothing"
 
     def _start_worker(self) -> None:
-        config = {"listen": self.address, **self.settings.as_config()}
+        config = {name: getattr(self.settings, name) for name in SETTINGS}
+        profile = self.settings.profile and str(self.settings.profile.resolve())
+        config |= {"listen": self.address, "max_waiting": MAX_WAITING, "profile": profile}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.bench.serving.switch", json.dumps(config)],
@@ -128,18 +145,6 @@ class WarmWorker:
                         break
         raise UserError(f"the worker did not start: {self.last_line()}")
 
-    def _open_learning(self, policy: Policy) -> None:
-        address, folder = free_address(), Path(self.folder.name) / policy.name
-        arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
-        child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
-        self.controllers[policy.name], self.databases[policy.name] = child, folder / "speclen.db"
-        child.start()
-        child.wait_until_serving(START_TIMEOUT_S)
-        if self.profile is not None:
-            seed_controller(address, self.address, self.profile)
-        file = self.profile and str(self.profile.resolve())
-        self._tell(do="learning", name=policy.name, controller=address, profile=file)
-
     def _tell(self, **command: Any) -> None:
         """One command, and the worker's answer to it. Raises UserError with the worker's own words when it refuses."""
         assert self.process is not None
@@ -154,4 +159,4 @@ class WarmWorker:
         if not answer:
             raise UserError(f"the worker has ended: {self.last_line()}")
         if not (found := json.loads(answer))["ok"]:
-            raise UserError(f"the worker cannot {command['do']} {command['name']}: {found['error']}")
+            raise UserError(f"the worker cannot {command['do']}: {found['error']}")

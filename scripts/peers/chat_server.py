@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+ROWS = 16  # requests at a time
+
 
 @dataclass
 class Asked:
@@ -85,7 +87,6 @@ def serve(engine: Callable[[argparse.Namespace, queue.Queue[Asked]], None]) -> N
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--draft", type=int, default=0, help="tokens that the draft model proposes")
     parser.add_argument("--lookup", type=int, default=0, help="tokens that prompt lookup proposes")
-    parser.add_argument("--rows", type=int, default=16, help="requests at a time")
     options = parser.parse_args()
     server = ChatServer(options.port)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import xllamacpp
 
+ROWS = 16  # requests at a time
 CONTEXT = 1024  # tokens per slot: prompt, output and draft fit
 LARGEST_NGRAM = 3  # tokens that n-gram lookup compares; its default of 12 finds little in short texts
 TYPES = xllamacpp.common_speculative_type
@@ -19,12 +20,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--draft", type=int, default=0, help="tokens that the draft model proposes")
     parser.add_argument("--lookup", type=int, default=0, help="tokens that n-gram lookup proposes")
-    parser.add_argument("--rows", type=int, default=16, help="requests at a time")
     options = parser.parse_args()
     settings = xllamacpp.CommonParams()
     settings.model.path = str(options.folder / "target.gguf")
     settings.port, settings.verbosity, settings.n_gpu_layers = options.port, -1, 0
-    settings.n_parallel, settings.n_ctx = options.rows, options.rows * CONTEXT
+    settings.n_parallel, settings.n_ctx = ROWS, ROWS * CONTEXT
     if options.draft:
         draft = settings.speculative.draft
         draft.mparams.path = str(options.folder / "draft.gguf")

@@ -10,7 +10,7 @@ import itertools
 import queue
 
 import openvino_genai as genai
-from chat_server import Asked, serve, take
+from chat_server import ROWS, Asked, serve, take
 
 LARGEST_NGRAM = 3  # that prompt lookup searches for
 
@@ -23,7 +23,7 @@ def load(options: argparse.Namespace) -> genai.ContinuousBatchingPipeline:
     if options.lookup:
         properties["prompt_lookup"] = True
     scheduling = genai.SchedulerConfig()
-    scheduling.max_num_seqs, scheduling.max_num_batched_tokens = options.rows, 1024
+    scheduling.max_num_seqs, scheduling.max_num_batched_tokens = ROWS, 1024
     scheduling.cache_size = 1  # GiB
     return genai.ContinuousBatchingPipeline(options.folder / "target-openvino", scheduling, "CPU", properties)
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, waiting: queue.Queue[Asked]) -> None:
     names = itertools.count()
     running: list[tuple[genai.GenerationHandle, Asked]] = []
     while True:
-        for asked in take(waiting, options.rows - len(running), wait=not running):
+        for asked in take(waiting, ROWS - len(running), wait=not running):
             prompt = tokenizer.apply_chat_template(asked.messages, True)
             ids = tokenizer.encode(prompt, add_special_tokens=False).input_ids
             config = generation(asked, options, tokenizer.get_eos_token_id())

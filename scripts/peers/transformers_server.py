@@ -10,7 +10,7 @@ import queue
 from typing import Any
 
 import torch
-from chat_server import Asked, serve, take
+from chat_server import ROWS, Asked, serve, take
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 LARGEST_NGRAM = 3  # that prompt lookup searches for
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, waiting: queue.Queue[Asked]) -> None:
     model.generation_config.top_k = 0
     arguments = speculation(options)
     while True:
-        answer(model, tokenizer, take(waiting, 1 if arguments else options.rows, wait=True), arguments)
+        answer(model, tokenizer, take(waiting, 1 if arguments else ROWS, wait=True), arguments)
 
 
 if __name__ == "__main__":

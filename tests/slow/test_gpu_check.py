@@ -30,5 +30,4 @@ def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     for rates in document["tokens_per_s"]["own"].values():
         assert set(rates) == {"1", "4", "16", "32"}
         assert all(rate > 0 for rate in rates.values())
-    assert (tmp_path / "gpu_check.png").stat().st_size > 10_000
     assert (tmp_path / "own.db").exists()

@@ -39,15 +39,7 @@ def serve_arguments(pair):
 
 def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     out = tmp_path / "results" / "comparison.json"
-    arguments = [
-        *serve_arguments(pair),
-        "--out",
-        str(out),
-        "--compare",
-        "adaptive,none,fixed:2,n-gram",
-        "--visit-s",
-        "0.4",
-    ]
+    arguments = [*serve_arguments(pair), "--out", str(out), "--compare", "adaptive,none,fixed:2,n-gram"]
     done = speclen(*arguments, "--repeats", "2", "--json", "--reports", str(tmp_path / "reports.db"))
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
@@ -83,15 +75,7 @@ def children_of(pid):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_sigterm_leaves_no_processes_behind(pair):
-    command = [
-        sys.executable,
-        "-m",
-        "speclen.cli.app",
-        "bench",
-        *serve_arguments(pair),
-        "--compare",
-        "adaptive",
-    ]
+    command = [sys.executable, "-m", "speclen.cli.app", "bench", *serve_arguments(pair), "--compare", "adaptive"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
         deadline = time.monotonic() + 200
         while len(children := children_of(bench.pid)) < 2 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The step benchmark times what it says: full batches, the lengths asked for, and the same tokens as transformers."""
+"""The step benchmark times what it says: full batches and the lengths asked for."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import speclen.bench.engine.step
-from speclen.bench.engine.run import EngineBench
-from speclen.bench.engine.transformers_baseline import TransformersBaseline
+from speclen.bench.engine.run import generate
+from speclen.bench.engine.step import run
 from speclen.bench.spread import ratio, spread
 from speclen.cli.support.errors import UserError
+from speclen.records import Arm
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import engines, tiny_models
 
@@ -31,36 +33,17 @@ def pair(folders: tuple[str, str]) -> ModelPair:
 PROMPTS = [tuple(range(5, 17)), tuple(range(40, 52)), tuple(range(90, 102))]
 
 
-def test_an_engine_leaves_the_models_that_transformers_is_timed_with_alone(pair: ModelPair) -> None:
-    EngineBench(pair, 2, 2)
-    with torch.no_grad():
-        plain = tiny_models.build("llama")(torch.tensor([PROMPTS[0]])).logits
-        assert torch.equal(TransformersBaseline(pair).target(torch.tensor([PROMPTS[0]])).logits, plain)
-
-
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
-    engine = EngineBench(pair, 3, 4, backend="torch")
-    run = engine.run(PROMPTS, 20, length)
+    engine = Engine(pair, EngineConfig(3, 4, backend="torch"), FixedArm(Arm(length)))
     truth = tiny_models.build("llama")
-    assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
-    assert run.steps
-    for timed in run.steps:
-        assert (timed.record.batch_size, timed.record.arm.speculation_length) == (3, length)
-        assert not timed.record.flags
-        assert timed.draft_s is not None
-        assert timed.verify_s is not None
-        assert (timed.draft_s > 0) == (length > 0)
-        assert 0 < timed.draft_s + timed.verify_s < timed.record.latency_s
-
-
-def test_transformers_really_generates_as_many_tokens(pair: ModelPair) -> None:
-    baseline = TransformersBaseline(pair)
-    assert baseline.generate(PROMPTS, 9) > 0
-    assert baseline.assisted(PROMPTS[:1], 9, None) > 0
-    assert baseline.draft.generation_config.num_assistant_tokens != 3
-    assert baseline.assisted(PROMPTS[:1], 9, 3) > 0
-    assert baseline.draft.generation_config.num_assistant_tokens == 3
+    assert generate(engine, PROMPTS, [20] * 3) == [tiny_models.greedy(truth, list(prompt), 20) for prompt in PROMPTS]
+    seconds, steps = run(engine, PROMPTS, 20, length)
+    assert steps
+    assert seconds > max(record.latency_s for record in steps)
+    for record in steps:
+        assert (record.batch_size, record.arm.speculation_length) == (3, length)
+        assert not record.flags
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
@@ -70,7 +53,7 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
 
 
-def test_the_command_prints_engines_and_baselines(folders: tuple[str, str], tmp_path: Path) -> None:
+def test_the_command_prints_every_batch_size_and_length(folders: tuple[str, str], tmp_path: Path) -> None:
     app = speclen.bench.engine.step.typer.Typer()
     app.command()(speclen.bench.engine.step.step)
     out = tmp_path / "result.json"
@@ -80,20 +63,15 @@ def test_the_command_prints_engines_and_baselines(folders: tuple[str, str], tmp_
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     content = json.loads(result.stdout)
     assert content == json.loads(out.read_text())
-    cells = [cell for cell in content["cells"] if cell["kind"] == "torch"]
+    cells = content["cells"]
     assert [(c["batch_size"], c["speculation_length"]) for c in cells] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     for cell in cells:
-        parts = cell["draft_ms"] + cell["verify_ms"] + cell["other_ms"]
-        assert parts == pytest.approx(cell["step_ms"])
         assert 1 <= cell["tokens_per_step"] <= cell["speculation_length"] + 1
         assert cell["tokens_per_s"]["repeats"] == 2
         full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
         assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
     assert cells[0]["over_length_0"]["median"] == 1.0
-    baselines = [cell for cell in content["cells"] if cell["kind"] != "torch"]
-    assert [b["batch_size"] for b in baselines] == [1, 2, 1, 1, 1]
-    assert all(b["over_length_0"]["repeats"] == 2 for b in baselines)
-    shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
+    shown = CliRunner().invoke(app, arguments[:-3], catch_exceptions=False)
     assert "per step" in shown.stdout
 
 
@@ -101,13 +79,7 @@ def test_the_command_prints_engines_and_baselines(folders: tuple[str, str], tmp_
 def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "threads": 1}
     arguments |= {"batch_sizes": "2", "lengths": "2", "prompt_tokens": 8, "new_tokens": 12, "repeats": 1, "seed": 0}
-    arguments |= {
-        "prompts": None,
-        "baselines": False,
-        "as_json": True,
-        "out": None,
-        "backend": "torch,openvino",
-    }
+    arguments |= {"as_json": True, "out": None, "backend": "torch,openvino"}
     speclen.bench.engine.step.step(**arguments)
     content = json.loads(capsys.readouterr().out)
     cells = [(cell["kind"], cell["speculation_length"]) for cell in content["cells"]]
@@ -125,19 +97,11 @@ def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: py
         ({"new_tokens": 5000}, "over the models' 256"),
         ({"target": "/nowhere"}, "no such directory"),
         ({"draft": "none", "lengths": "2"}, "need a draft"),
-        ({"prompts": Path("/no/prompts.txt")}, "/no/prompts.txt"),
     ],
 )
 def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
     defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
     defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
-    defaults |= {
-        "prompts": None,
-        "seed": 0,
-        "backend": "torch",
-        "baselines": False,
-        "as_json": False,
-        "out": None,
-    }
+    defaults |= {"seed": 0, "backend": "torch", "as_json": False, "out": None}
     with pytest.raises(UserError, match=reason):
         speclen.bench.engine.step.step(**(defaults | arguments))

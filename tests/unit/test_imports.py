@@ -84,7 +84,7 @@ ALLOWED = {
     "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "store.connection", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.spread", "cli.support", "worker"},
-    "bench.gpu": {"bench.serving", "cli.support", "integrations.vllm", "worker"},
+    "bench.gpu": {"bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
     "bench.serving": {
         "cli.profile",
         "cli.support",

@@ -20,27 +20,27 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules by name, found as they find each other."""
     monkeypatch.syspath_prepend(str(PEERS))
     yield lambda name: __import__(name)
-    for name in ("chat_server", "compare", "table", "transformers_server"):
+    for name in ("chat_server", "closed_loop", "compare", "program", "table", "transformers_server"):
         sys.modules.pop(name, None)
 
 
 def test_only_tokens_within_the_window_count(peers: Any) -> None:
-    answer = peers("compare").Answer(begin=2.0, end=6.0, num_tokens=40)
+    answer = peers("closed_loop").Answer(begin=2.0, end=6.0, num_tokens=40)
     windows = [(0.0, 10.0), (3.0, 5.0), (5.0, 9.0), (7.0, 9.0)]
     assert [answer.tokens_within(*window) for window in windows] == [40, 20, 10, 0]
 
 
 def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
-    compare = peers("compare")
+    loop = peers("closed_loop")
     prompts = SimpleNamespace(messages=lambda kind, seed: [{"role": "user", "content": f"{kind} {seed}"}])
     asked: list[tuple[Any, float]] = []
 
     def ask(messages: Any, max_tokens: int, temperature: float, seed: int) -> int:
         asked.append((messages[0]["content"], temperature))
-        compare.time.sleep(0.002)
+        loop.time.sleep(0.002)
         return 10
 
-    found = compare.ClosedLoop(SimpleNamespace(ask=ask), prompts, 4, 100, 0.1).run()
+    found = loop.ClosedLoop(SimpleNamespace(ask=ask), prompts, 4, 100, 0.1).run()
     assert 0 < found["tokens_per_s"] <= 4 * 10 / 0.002
     assert len({content for content, _ in asked}) == len(asked) > 4
     assert {temperature for _, temperature in asked} == {0.0, 0.7, 1.0}
@@ -49,7 +49,7 @@ def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
         raise RuntimeError("it is gone")
 
     with pytest.raises(RuntimeError, match="it is gone"):
-        compare.ClosedLoop(SimpleNamespace(ask=fail), prompts, 2, 0, 0.1).run()
+        loop.ClosedLoop(SimpleNamespace(ask=fail), prompts, 2, 0, 0.1).run()
 
 
 def row(program: str, mode: str, rates: dict[int, float], number: int = 1) -> list[dict[str, Any]]:

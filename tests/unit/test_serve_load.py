@@ -1,15 +1,14 @@
 """The client measures what a request waits for, and hides neither a late answer nor a missing one."""
 
 import asyncio
-import math
 from itertools import pairwise
 
 import pytest
 
-from speclen.bench.serving.capacity import capacity, capacity_of, is_settled
-from speclen.bench.serving.load import Yield, closed_loop, make_request, open_loop, request_of
-from speclen.bench.serving.tracks import Arrival
-from speclen.bench.serving.watch import watch
+from speclen.bench.serving.block import figures_of, serve_block
+from speclen.bench.serving.capacity import busy_block, busy_rate
+from speclen.bench.serving.load import RequestOutcome, open_loop, request_of
+from speclen.bench.serving.tracks import Arrival, Block
 from tests.support.fake_generation import FakeService, serving
 
 
@@ -17,14 +16,11 @@ def arrivals(times, num_tokens=10):
     return [Arrival(at_s, "code", 0, 4, num_tokens) for at_s in times]
 
 
-def replay(service, track, timeout_s=10.0, samples=None, at_once=None):
+def replay(service, track, timeout_s=10.0, at_once=None):
     async def run():
         async with serving(service) as address:
-            watcher = asyncio.create_task(watch(address, samples if samples is not None else []))
             prompts = [(index + 1, 2, 3, 4) for index in range(len(track))]
-            outcomes = await open_loop(address, track, prompts, timeout_s, at_once)
-            watcher.cancel()
-            return outcomes
+            return await open_loop(address, track, prompts, timeout_s, at_once)
 
     return asyncio.run(run())
 
@@ -53,7 +49,7 @@ def test_in_a_closed_loop_a_request_is_sent_when_another_ends_and_latency_counts
         under_way = [other for other in outcomes if other.at_s <= outcome.at_s < other.finished_s]
         assert len(under_way) <= 2
         assert outcome.at_s <= outcome.sent_s < outcome.first_token_s
-    assert [outcome.index for outcome in sorted(outcomes, key=lambda one: one.at_s)] == list(range(6))
+    assert sorted(outcomes, key=lambda one: one.at_s) == outcomes
     assert outcomes[-1].at_s >= 0.2, "after two others"
 
 
@@ -93,79 +89,55 @@ def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():
 
 def test_requests_ask_for_the_same_work_under_every_policy():
     """Nothing about speculation is in them: that is the policy's. With a seed, so that tokens are the same as well."""
-    request = make_request((1,), 5, 0.7, 12)
+    request = request_of(Arrival(0.0, "code", 0, 1, 5, 0.7, 12), (1,))
     assert request.sampling_params.ignore_eos
     assert (request.sampling_params.temperature, request.sampling_params.seed) == (pytest.approx(0.7), 12)
     assert not request.HasField("speculation")
 
 
-def closed(num_requests, limit_s=math.inf, num_tokens=20, step_s=0.01, num_settling=0):
-    """Four at a time; what they brought, and how many requests came."""
+# Blocks.
+
+
+def served(service):
+    block = Block("x", 0, duration_s=0.5, arrivals=tuple(arrivals([0.1 * index for index in range(5)], num_tokens=20)))
 
     async def run():
-        async with serving(FakeService(step_s=step_s)) as address:
-            waiting = iter([make_request((1, 2), num_tokens)] * num_requests)
-            found = await closed_loop(address, 4, waiting, limit_s, num_settling)
-            return found, num_requests - len(list(waiting))
+        async with serving(service) as address:
+            return await serve_block(address, block, [(1, 2)] * len(block.arrivals))
 
     return asyncio.run(run())
 
 
-def test_a_closed_loop_counts_the_tokens_until_fewer_would_run():
-    """4 clients, a token every 10 ms each: 400 tokens a second, less what a busy machine loses."""
-    found, num_asked = closed(12)
-    assert num_asked == 12
-    # The four that end last do so at about the same time, and the first of them is the end.
-    assert 8 * 20 + 20 <= found.tokens <= 12 * 20
-    assert found.tokens_per_s <= 420
+def test_figures_count_what_was_served():
+    found = served(FakeService(step_s=0.02))
+    figures = figures_of(found)
+    assert (figures.num_requests, figures.num_failed, figures.num_tokens) == (5, 0, 100)
+    assert figures.latency_sum_s == pytest.approx(sum(outcome.latency_s for outcome in found.outcomes))
+    assert figures.latency_p50_s <= figures.latency_p95_s <= figures.latency_p99_s
+    assert 0 < figures.ttft_mean_s < figures.mean_latency_s
+    assert figures.num_row_steps >= figures.num_steps > 0
 
 
-def test_a_closed_loop_ends_with_its_time():
-    found, num_asked = closed(100_000, limit_s=0.5)
-    assert 0.5 <= found.seconds < 30.0
-    assert num_asked < 1000
-    assert 4 <= found.tokens <= 420 * found.seconds
-
-
-def test_a_closed_loop_counts_nothing_before_its_first_requests_have_ended():
-    """Of 12 requests of 20 tokens, the first four."""
-    found, num_asked = closed(12, num_settling=4)
-    assert num_asked == 12
-    assert 4 * 20 <= found.tokens <= 8 * 20
-    assert found.tokens_per_s <= 420
-    with pytest.raises(ValueError, match="too few"):
-        closed(4, num_settling=8)
-
-
-def test_counters_of_a_worker_are_watched():
-    samples = []
-    replay(FakeService(step_s=0.02), arrivals([0.0], num_tokens=40), samples=samples)
-    assert len(samples) >= 3
-    steps = samples[-1].num_steps - samples[0].num_steps
-    assert samples[-1].num_row_steps - samples[0].num_row_steps == steps > 0
+def test_a_failed_request_is_counted_and_named():
+    figures = figures_of(served(FakeService(step_s=0.001, fail_after=2)))
+    assert figures.num_failed == 3
+    assert figures.errors == {"RESOURCE_EXHAUSTED: the queue is full": 3}
 
 
 # Capacity.
 
 
-@pytest.mark.parametrize(
-    ("rates", "used"),
-    [
-        ((300, 500, 510), 505),  # shapes were new in the first
-        ((500, 505), 502.5),
-        ((100, 200, 300, 400, 500, 600), 550),  # it never agrees
-    ],
-)
-def test_capacity_is_measured_at_the_best_length_until_two_visits_agree(rates, used):
-    later, visits = iter(rates), []
+def test_capacity_counts_tokens_while_every_slot_is_busy():
+    """Two slots: the last request is sent after 2 s, when half of the third answer has come."""
+    ends = [(0.0, 1.0), (0.0, 2.0), (1.0, 3.0), (2.0, 3.0)]
+    outcomes = [RequestOutcome(begin, begin, finished_s=end, num_tokens=10) for begin, end in ends]
+    assert busy_rate(outcomes) == pytest.approx((10 + 10 + 5) / 2)
+    outcomes[1].error = "UNAVAILABLE: gone"
+    with pytest.raises(ValueError, match="measuring the capacity failed: UNAVAILABLE: gone"):
+        busy_rate(outcomes)
 
-    def visit(arm):
-        visits.append(arm.speculation_length)
-        rate = next(later) if len(visits) > 6 else 90 + arm.speculation_length
-        return Yield(100 * rate, 100.0)
 
-    found = capacity(visit, 2)
-    assert visits == [0, 1, 2, 0, 1, 2] + [2] * len(rates)
-    assert found == list(rates)
-    assert capacity_of(found) == used
-    assert is_settled(found) == (len(rates) < 6)
+def test_capacity_is_that_of_the_requests_of_the_track():
+    block = busy_block("closed-copying", 4, 0)
+    assert (block.at_once, len(block.arrivals)) == (4, 16)
+    assert {arrival.kind for arrival in block.arrivals} <= {"edit", "extract", "quote"}
