@@ -1,15 +1,10 @@
 """Simulated workers tell a controller plausible things, and the figures of its load are what they say they are."""
 
-import asyncio
-import random
 import time
 
 import pytest
 
 from speclen.bench.fleet.load import load_of, throughput
-from speclen.bench.fleet.swarm import SimulatedWorker, connect, simulated_steps
-from speclen.controller.wire.ingest import read_step
-from speclen.records import Limits
 from tests.support.control_fakes import run, served
 
 
@@ -23,12 +18,6 @@ class Process:
         return time.perf_counter()
 
 
-def test_simulated_steps_are_plausible():
-    for seq, step in enumerate(simulated_steps(random.Random(3), 200), start=1):
-        step.seq = seq
-        assert read_step(step, Limits(32, 8)).seq == seq
-
-
 def test_every_report_sent_is_taken_and_durable(tmp_path):
     async def story():
         async with served(tmp_path) as at:
@@ -38,18 +27,6 @@ def test_every_report_sent_is_taken_and_durable(tmp_path):
             assert found.reports_per_s == pytest.approx(1e6 / found.cpu_us_per_report, rel=0.01)
 
     run(story)
-
-
-def test_a_worker_that_is_cut_off_is_an_error_and_no_good_figure():
-    async def story():
-        async with served(None) as at:
-            worker = SimulatedWorker(0, simulated_steps(random.Random(0), 8))
-            (channel,) = await connect(at.address, 1)
-            with pytest.raises(Exception, match="RegisterWorker"):
-                await worker.flood(channel, [worker.message(4)])
-            await channel.close()
-
-    asyncio.run(story())
 
 
 @pytest.mark.parametrize("sample_every", [1, 4])

@@ -31,17 +31,10 @@ class CountingRecorder(RerunRecorder):
 
 
 class BrokenRecorder:
-    """A driver without graphs, or a device without memory for them."""
-
-    def __init__(self, error: Exception, after: int = 0) -> None:
-        self.error = error
-        self.left = after
+    """A driver without graphs."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        self.left -= 1
-        if self.left < 0:
-            raise self.error
-        return RerunRecorder().record(run)
+        raise RuntimeError("no graphs here\nat all")
 
 
 class PickyRecorder(CountingRecorder):
@@ -125,23 +118,6 @@ def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
-def test_what_is_recorded_ahead_is_bounded() -> None:
-    recorder = CountingRecorder()
-    engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
-    assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
-    assert recorder.num_recordings == 10 + num_blocks_recorded(engine)
-    recorder = CountingRecorder()
-    engines.make_engine(recorder=recorder, record_ahead_s=0)
-    assert recorder.num_recordings == 0
-
-
-def test_recording_ahead_ends_where_memory_does() -> None:
-    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
-    engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
-    assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
-    assert texts(engine) == texts(engines.make_engine())
-
-
 def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -161,7 +137,7 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
 
 def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
+        engine = engines.make_engine(recorder=BrokenRecorder())
         assert texts(engine) == texts(engines.make_engine())
     told = [record.getMessage() for record in caplog.records]
     told = [message for message in told if "kernels are left out" not in message]  # first, where there are any

@@ -43,21 +43,6 @@ def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_l
     assert said[0] == "worker 0: starting (0 s so far)"
 
 
-def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
-    one = child(tmp_path)
-    one.log_file.write_text("of an earlier life\n")
-    one.start()
-    assert one.process is not None
-    one.process.wait(30)
-    assert [line for line in one.new_remarks() if "earlier" in line] == []
-    with one.log_file.open("a") as log:
-        log.write(
-            "measuring for 20 s\n2026-01-01 00:00:00 [info] found\nspeclen worker serving on 127.0.0.1:1\nhalf a li"
-        )
-    assert one.new_remarks() == ["measuring for 20 s"]
-    assert one.new_remarks() == []
-
-
 def test_advice_of_a_child_is_for_who_cannot_give_it_a_flag(tmp_path):
     """`speclen up` passed on that the controller should be started with a flag, which `up` does not have."""
     (tmp_path / "noise.db").write_bytes(b"noise " * 1000)
@@ -81,12 +66,6 @@ def test_restarts_wait_longer_each_time(tmp_path):
     one.process.wait(30)
     assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
     assert one.num_restarts == 1
-
-
-def test_a_stable_life_resets_the_pause(tmp_path):
-    one = died(child(tmp_path))
-    one.pause_s = 16.0
-    assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
 
 
 def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
@@ -120,11 +99,6 @@ def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypat
     died_again = one.process
     assert died_again is not None
     died_again.wait(30)
-
-
-def test_stopping_what_is_gone_is_no_error(tmp_path):
-    died(child(tmp_path)).stop(1.0)
-    child(tmp_path).stop(1.0)
 
 
 # Says when it was told to end. A worker then takes until both were told, and notes how many had ended before.
@@ -164,15 +138,6 @@ def test_workers_end_together_and_the_controller_after_them(tmp_path):
     stop_all(children, 20.0)
     assert [one.exit_code for one in children] == [0, 0, 0]
     assert (tmp_path / "ended controller").read_text() == "2"
-
-
-@pytest.mark.parametrize(("takes_settings", "words"), [(True, "SPECLEN_GENERATE_TPO_K"), (False, "'many' is unknown")])
-def test_a_benchmarks_child_reads_no_settings(tmp_path, monkeypatch, takes_settings, words):
-    """With a token in the environment a benchmark's own worker would refuse the benchmark."""
-    monkeypatch.setenv("SPECLEN_GENERATE_TPO_K", "3")
-    one = child(tmp_path)
-    one.takes_settings = takes_settings
-    assert words in died(one).last_line()
 
 
 PARENT = """
