@@ -13,13 +13,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from speclen.worker.backends import openvino, threads
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.passes import RaggedPart, StepRows
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
@@ -52,38 +50,6 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
     with pytest.raises(ModelError, match="--backend openvino: "):
         prepare(pair, EngineConfig(max_batch_size=2, backend="openvino"))
     return told
-
-
-@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_tokens_that_fill_up_a_pass_leave_no_trace(dtype: torch.dtype) -> None:
-    """Two rows fed unlike numbers of tokens, on both ways into a pass: logits are those of one pass over all of them."""
-    model = load(tiny_models.build("llama").to(dtype), dtype)
-    rng = random.Random(0)
-    ids = np.array([[rng.randrange(1, 90) for _ in range(200)] for _ in range(2)])
-
-    def fed(starts: np.ndarray, counts: np.ndarray, same: bool) -> torch.Tensor:
-        tokens = [
-            ids[row, start : start + count] for row, (start, count) in enumerate(zip(starts, counts, strict=True))
-        ]
-        if same:
-            rows = StepRows(starts, int(counts[0]), CPU)
-            return torch.from_numpy(model.host_logits(rows, np.stack(tokens), 1)[:, 0].copy())
-        part = RaggedPart(np.arange(2), starts, counts, torch.from_numpy(np.concatenate(tokens)), np.ones(2, np.int64))
-        return model.forward([part])[0].clone()
-
-    steps, starts = [], np.array([3, 5])
-    assert fed(np.zeros(2, np.int64), starts, same=False).isfinite().all()
-    while starts.max() < 180:
-        same = rng.random() < 0.5
-        counts = np.full(2, rng.randint(1, 6)) if same else np.array([rng.randint(1, 6) for _ in range(2)])
-        logits = fed(starts, counts, same)
-        starts = starts + counts
-        steps.append((starts, logits))
-    for row in range(2):
-        model.pool.release(row)
-    for ends, logits in steps[::7]:
-        whole = fed(np.zeros(2, np.int64), ends, same=False)
-        torch.testing.assert_close(logits, whole, rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_it_is_the_choice_where_it_runs() -> None:
