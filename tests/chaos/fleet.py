@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from chaos.fault import BreachError, Place, require, until
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support.addresses import free_address
 from tests.support.store_rows import rows
 
 START_S = 90.0
@@ -215,9 +215,3 @@ def check_database(database: Path) -> int:
         require(applied == (highest or 0), f"{worker_id} is acknowledged up to {applied}, {highest} are stored")
         require(missing == "[]", f"{worker_id} lacks the reports {missing}")
     return rows(database, "SELECT count(*) FROM step_reports")[0][0]
-
-
-def free_address(host: str = "127.0.0.1") -> str:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"

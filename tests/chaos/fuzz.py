@@ -10,10 +10,11 @@ from collections import Counter
 import grpc
 
 from chaos.fault import BreachError, Place, fault, require
-from chaos.fleet import SERVING, Fleet, free_address
+from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
 from chaos.mutation import mutant
 from chaos.targets import SEEDS, Targets
+from tests.support.addresses import free_address
 from tests.support.damage import damaged
 
 WANTED = 1_000_000  # messages of a full run

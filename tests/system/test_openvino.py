@@ -28,7 +28,6 @@ from speclen.worker.requests.request import FinishReason
 from speclen.worker.service import assembly
 from tests.support import engines, tiny_models
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
 
 

@@ -22,6 +22,7 @@ from speclen.integrations.vllm.lengths import MIN_SAMPLES
 from speclen.integrations.vllm.settings import settings_from
 from tests.support import fake_vllm
 from tests.support.control_fakes import run, served
+from tests.support.waiting import until
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 
@@ -79,13 +80,6 @@ def end(scheduler, output):
         scheduler.update_draft_token_ids(output)
 
 
-def wait_until(true, what):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def controller(tmp_path, **options):
     """A controller in a thread of its own, since the test is the engine."""
@@ -114,13 +108,13 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        until(lambda: scheduler.steering.control.connected)
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
         control = scheduler.steering.control
-        wait_until(lambda: not control.buffer, "reports on disk")
+        until(lambda: not control.buffer)
         assert scheduler.steering.num_reported >= 55
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
@@ -135,7 +129,7 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
-        wait_until(lambda: "no controller yet" in caplog.text, "told")
+        until(lambda: "no controller yet" in caplog.text)
         time.sleep(1.5)  # two more attempts
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
@@ -146,8 +140,8 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
-    wait_until(lambda: not scheduler.steering.control.connected, "noticed")
+        until(lambda: scheduler.steering.control.connected)
+    until(lambda: not scheduler.steering.control.connected)
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
@@ -228,11 +222,11 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     with caplog.at_level(logging.INFO, logger=logs.LOGGER), controller(None, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
-        wait_until(lambda: "UNAUTHENTICATED" in caplog.text, "refused")
+        until(lambda: "UNAUTHENTICATED" in caplog.text)
         assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
         assert serve(refused)[1:] == [5] * 19
         other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
-        wait_until(lambda: "FAILED_PRECONDITION" in caplog.text, "refused")
+        until(lambda: "FAILED_PRECONDITION" in caplog.text)
         assert "SPECLEN_WORKER_RUN_ID" in caplog.text
         assert serve(other)[1:] == [5] * 19
 
