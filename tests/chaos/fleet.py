@@ -160,10 +160,11 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         try:
-            for program in self.programs:
-                program.start()
-            for program in self.programs:
-                program.wait_until_serving()
+            for programs in ([self.controller], self.workers):
+                for program in programs:
+                    program.start()
+                for program in programs:
+                    program.wait_until_serving()
         except BaseException:
             self.kill()
             raise

@@ -1,4 +1,4 @@
-"""Alerts and dashboards ask for metrics and labels that exist; every alert is in the runbook and fires when it should."""
+"""Alerts and dashboards ask for metrics and labels that exist."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Simulated workers tell a controller plausible things, and the figures of its load are what they say they are."""
+"""The load of `speclen bench controller` is taken whole."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A controller as its operator meets it: one line when it serves, one sentence when it cannot, nothing lost either way."""
+"""A controller whose database is deleted ends with one line, and acknowledges nothing more."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""`speclen dashboard`: every page, query and chart that is packaged works on a real database, live and read-only."""
+"""`speclen dashboard`: packaged queries and charts work on a real database, read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC knows every option that is set, and clients that ping stay connected."""
+"""Clients that ping stay connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel puts one name into site-packages, and with it everything that a worker and a controller need."""
+"""The wheel holds everything that a worker and a controller need."""
 
 import ast
 import re
