@@ -7,11 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import guard
 from speclen.worker.http.responses import to_json
+from speclen.worker.http.schema import ChatRequest, CompletionRequest
 from tests.support import tiny_models
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import KEY, MODEL, connected, head, http_worker, post, until_idle
@@ -122,6 +124,22 @@ def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker,
     path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
     error = post(worker, {"prompt": "a", field: value}, path).json()["error"]
     assert (error["message"], error["param"]) == (words, field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [["a"] * 1000] * 9}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(token): "x" for token in range(1025)}}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [5] * 1000}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}] * 1000}),
+    ],
+)
+def test_of_a_thousand_wrong_items_one_is_complained_of(kind, body):
+    """Four MiB hold over a million: a complaint about each took gigabytes. One for each kind that a field may be of."""
+    with pytest.raises(ValidationError) as told:
+        kind.model_validate(body)
+    assert told.value.error_count() <= 4
 
 
 def test_an_answer_too_large_to_put_together_is_refused(worker):
