@@ -1,7 +1,7 @@
 """`speclen worker`, sabotaged: python failing_worker.py PART ARGUMENTS...
 
 PART "engine": the engine's loop fails as soon as a request has come. "reporting": the reporting task fails again and again.
-"hang": the engine's loop never does anything and never ends.
+"hang": the engine's loop never does anything and never ends. "few": only three reports are kept, nothing else is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import time
 
 from speclen.cli.app import main
 from speclen.worker.engine.engine import Engine
+from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.control_client import ControlClient
+
+TRIM = ReportBuffer.trim
 
 
 def fail_with_a_request(engine: Engine) -> None:
@@ -24,6 +27,11 @@ def hang(engine: Engine) -> None:
     time.sleep(3600)
 
 
+def trim_to_few(buffer: ReportBuffer) -> None:
+    buffer.max_buffered = 3
+    TRIM(buffer)
+
+
 async def fail(*_: object) -> None:
     raise ZeroDivisionError("sabotage")
 
@@ -34,6 +42,8 @@ if __name__ == "__main__":
         Engine.run = fail_with_a_request  # type: ignore[method-assign]
     elif part == "hang":
         Engine.run = hang  # type: ignore[method-assign]
+    elif part == "few":
+        ReportBuffer.trim = trim_to_few  # type: ignore[method-assign]
     else:
         ControlClient.run = fail  # type: ignore[assignment, method-assign]
     main()

@@ -31,10 +31,17 @@ class CountingRecorder(RerunRecorder):
 
 
 class BrokenRecorder:
-    """A driver without graphs."""
+    """A driver without graphs, or a device without memory for them."""
+
+    def __init__(self, error: Exception, after: int = 0) -> None:
+        self.error = error
+        self.left = after
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        raise RuntimeError("no graphs here\nat all")
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return RerunRecorder().record(run)
 
 
 class PickyRecorder(CountingRecorder):
@@ -118,6 +125,23 @@ def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
+def test_what_is_recorded_ahead_is_bounded() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
+    assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
+    assert recorder.num_recordings == 10 + num_blocks_recorded(engine)
+    recorder = CountingRecorder()
+    engines.make_engine(recorder=recorder, record_ahead_s=0)
+    assert recorder.num_recordings == 0
+
+
+def test_recording_ahead_ends_where_memory_does() -> None:
+    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
+    engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
+    assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
+    assert texts(engine) == texts(engines.make_engine())
+
+
 def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -137,12 +161,18 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
 
 def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        engine = engines.make_engine(recorder=BrokenRecorder())
+        engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
         assert texts(engine) == texts(engines.make_engine())
     told = [record.getMessage() for record in caplog.records]
     told = [message for message in told if "kernels are left out" not in message]  # first, where there are any
     assert len(told) == 2, "one for the target, one for the draft"
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
+
+
+def test_a_pool_without_spare_places_is_refused() -> None:
+    plain = engines.make_engine().target
+    with pytest.raises(ValueError, match="spare ones are needed"):
+        CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
 
 
 def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:

@@ -12,9 +12,11 @@ from unittest import mock
 
 import grpc
 import pytest
+from rich.console import Console
 
 from speclen.cli.app import VERBS, main, settings_of_verb
-from speclen.cli.learned.top import rate_cells
+from speclen.cli.learned.top import ask, overview, rate_cells
+from speclen.cli.support.client import Client
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
@@ -48,15 +50,19 @@ def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **en
 
 
 FILE = '[generate]\nworker = "127.0.0.1:3"\n'
-VARIABLE = {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
 
 
-@pytest.mark.parametrize(
-    ("flag", "variable", "used"),
-    [((), {}, "127.0.0.1:3"), ((), VARIABLE, "127.0.0.1:2"), (("--worker", "127.0.0.1:1"), VARIABLE, "127.0.0.1:1")],
-)
-def test_a_flag_stands_before_the_environment_and_that_before_the_file(tmp_path, flag, variable, used):
-    assert used in run_generate(*flag, config=FILE, tmp_path=tmp_path, **variable)
+def test_the_file_sets_defaults(tmp_path):
+    assert "127.0.0.1:3" in run_generate(config=FILE, tmp_path=tmp_path)
+
+
+def test_the_environment_is_stronger_than_the_file(tmp_path):
+    assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, SPECLEN_GENERATE_WORKER="127.0.0.1:2")
+
+
+def test_a_flag_is_stronger_than_both(tmp_path):
+    flag, variable = ("--worker", "127.0.0.1:1"), {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
+    assert "127.0.0.1:1" in run_generate(*flag, config=FILE, tmp_path=tmp_path, **variable)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,23 @@ def test_a_missing_file_is_named():
     result = speclen("--config", "/no/such.toml", "tables")
     assert result.returncode == 2
     assert "/no/such.toml" in result.stderr
+
+
+def test_a_variable_that_is_no_setting_is_an_error():
+    result = speclen("tables", SPECLEN_TABELS_DB="x")
+    assert result.returncode == 2
+    assert "SPECLEN_TABELS_DB" in result.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb):
+    result = speclen(verb, "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"speclen {verb}" in result.stdout.partition("Example")[2], result.stdout
+
+
+def test_user_errors_are_exceptions_of_their_own():
+    assert not issubclass(UserError, ValueError)  # else a verb's own ValueError would be taken for the user's
 
 
 @pytest.mark.parametrize(
@@ -161,6 +184,15 @@ def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
     assert arguments[0] in result.stderr or "UTF-8" in result.stderr
 
 
+def test_help_fits_80_columns_and_keeps_its_brackets():
+    result = speclen("dashboard", "--help", COLUMNS="80")
+    assert "pip install 'speclen[inspect]'" in result.stdout
+    for verb in VERBS:
+        said = speclen(verb, "--help", COLUMNS="80").stdout
+        assert max(map(len, said.splitlines())) <= 80
+        assert "…" not in said, said
+
+
 class Answering(generation_pb2_grpc.GenerationServiceServicer):
     """A worker that says of itself that it took nine steps."""
 
@@ -196,6 +228,35 @@ def test_top_says_as_json_who_does_not_answer_and_why():
         assert some.stderr.startswith(f"speclen: {other} is not a speclen worker")
         all_of_them = speclen("top", "--json", "--worker", worker)
         assert (all_of_them.returncode, all_of_them.stderr) == (0, "")
+
+
+def test_top_shows_whole_addresses_at_80_columns():
+    choices = [control_pb2.BucketChoice(batch_min=2**n, batch_max=2**n, speculation_length=n) for n in range(6)]
+    info = generation_pb2.GetServerInfoResponse(
+        table_source="controller", table=control_pb2.LengthTable(choices=choices), num_kv_tokens_total=1, num_steps=9
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    names = ["127.0.0.1:7080", "gpu-worker-17:7080"]
+    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, "it is away")}))
+    shown = console.export_text()
+    assert all(name in shown for name in names)
+    assert ["4", "draft", "2"] in [line.split() for line in shown.splitlines()]
+    assert "controller" in shown
+
+
+def test_top_says_why_a_worker_does_not_answer():
+    """It said "no answer" of a controller's address, a wrong token and wrong TLS, for as long as it was watched."""
+    client = Client()
+    with listening(worker=False) as other:
+        addresses = ("127.0.0.1:1", other)
+        seen = {address: ask(address, client.channel(address), client) for address in addresses}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(overview(seen, seen))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(line.strip() for line in lines)
+    assert "no worker answers at 127.0.0.1:1: start one with `speclen up`" in shown
+    assert f"{other} is not a speclen worker: give the address of one with --worker" in shown
 
 
 def test_top_shows_no_rates_over_a_restart():

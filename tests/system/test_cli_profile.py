@@ -17,15 +17,17 @@ from speclen.cli.profile.document import ProfileDocument, read_document
 from speclen.cli.profile.importing import Destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
-from speclen.records import ContextKey, Profile, ProfileCell
+from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.queries import stored_profiles, view_rows
 from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
+from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.file import foreign_parts
+from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.stats import ProfileSamples
+from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker
 
@@ -80,6 +82,24 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert stored.context.target == document.context.target
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
+
+
+def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
+    document = read_document(measured / "p.json")
+    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
+    content = json.loads((measured / "p.json").read_text())
+    assert not {"command", "commit", "uncommitted_changes"} & content.keys()
+    for name in ("command", "commit", "uncommitted_changes"):
+        del content["details"][name]
+    (tmp_path / "earlier.json").write_text(json.dumps(content))
+    assert read_document(tmp_path / "earlier.json").profile == document.profile
+
+
+def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
+    table = table_from_file(measured / "p.json", Limits(3, 2))
+    assert isinstance(table, ArmTable)
+    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json")).batches}
+    assert {size: table.arms[size].speculation_length for size in best} == best
 
 
 def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path, tmp_path: Path) -> None:
@@ -239,11 +259,11 @@ def own_import(db: Path, key: ContextKey = KEY) -> int:
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile import` said under which number it was stored, and it was nowhere."""
 
-    def fail(*arguments: object) -> None:
-        raise MemoryError("no memory for a commit")
+    def refuse(*arguments: object) -> None:
+        raise RefusedError("the database refuses a row of profiles")
 
-    monkeypatch.setattr("speclen.store.database.write", fail)
-    with pytest.raises(UserError, match=r"s\.db lacks what was learned last: .*no memory for a commit"):
+    monkeypatch.setattr("speclen.store.transaction._write_rows", refuse)
+    with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
         own_import(tmp_path / "s.db")
     monkeypatch.undo()
     assert own_import(tmp_path / "s.db") == 1

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +21,7 @@ from speclen.cli.doctor import examine
 from speclen.cli.support.errors import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
-from tests.support.database_rows import killed_while_writing, write_database
+from tests.support.database_rows import write_database
 from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now, worker
 
 
@@ -33,6 +37,17 @@ def test_a_sound_database_passes_every_check(tmp_path):
     path = write_database(tmp_path / "s.db")
     assert statuses(path) == dict.fromkeys(("library", "writer", "integrity", "space", "workers", "losses"), "ok")
     assert "integrity" not in statuses(path, quick=True)
+
+
+def test_it_can_look_while_a_controller_writes(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment([1]))
+    findings = {finding.check: finding for finding in examine(store.path)}
+    assert findings["writer"].found == "a controller is running"
+    assert findings["integrity"].status == "ok"
+    assert store_now(store, moment([2])) is None
+    store.close()
+    assert {finding.check: finding.found for finding in examine(store.path)}["writer"] == "no controller is running"
 
 
 def test_a_damaged_page_is_found(tmp_path):
@@ -55,6 +70,18 @@ def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     with pytest.raises(CorruptStoreError):
         Store.open(path)
+
+
+def killed_while_writing(path: Path) -> None:
+    """Leave a database as a controller does that was killed: two reports stand in the WAL alone."""
+    lines = [
+        "import os, sys",
+        "sys.path.insert(0, sys.argv[2])",
+        "from tests.support.store_rows import moment, store_now",
+    ]
+    lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
+    lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parents[2]], check=True)
 
 
 def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
@@ -87,6 +114,21 @@ def test_the_wal_of_a_controller_that_runs_stays(tmp_path):
         assert store_now(store, moment([seq])) is None
     store.close()
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+def test_a_file_that_cannot_be_written_is_checked_as_far_as_that_goes(tmp_path, monkeypatch):
+    path = write_database(tmp_path / "s.db")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    found = {finding.check: finding for finding in examine(path)}["integrity"]
+    assert (found.status, "values were not checked" in found.found) == ("ok", True)
+
+
+def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
+    path = write_database(tmp_path / "s.db")
+    monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    found = {finding.check: finding for finding in examine(path)}
+    assert (found["writer"].status, found["writer"].found) == ("warning", "unknown (Permission denied)")
+    assert found["integrity"].status == "ok"
 
 
 def test_a_dangling_reference_is_found(tmp_path):
@@ -129,10 +171,40 @@ def test_what_was_given_up_is_told(tmp_path):
     assert "please report this" in advice(store.path, "rows refused")
 
 
+def test_every_kind_of_loss_that_the_schema_knows_is_told_with_advice(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1, 2])) is None
+    store.close()
+    [(text,)] = rows(store.path, "SELECT sql FROM sqlite_schema WHERE name = 'store_events'")
+    kinds = re.findall(r"'(\w+)'", text[text.index("CHECK (kind IN") :].partition(")")[0])
+    assert len(kinds) == 4
+    with contextlib.closing(connect_writer(store.path)) as connection:
+        for kind in kinds:
+            values = kind, 1, "a test", time.time()
+            connection.execute(
+                "INSERT INTO store_events (kind, num_rows, detail, happened_at) VALUES (?, ?, ?, ?)", values
+            )
+    told = {finding.check: finding for finding in examine(store.path)}
+    for kind in kinds:
+        finding = told[kind.replace("_", " ")]
+        assert (finding.status, finding.advice != "see the controller's log") == ("warning", True)
+
+
 def test_little_space_is_a_warning(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "LOW_SPACE_BYTES", 1 << 60)
     assert statuses(path)["space"] == "warning"
+
+
+def test_space_is_looked_for_where_the_file_is_and_not_where_a_link_to_it_is(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    (here / "s.db").symlink_to(write_database(there / "s.db"))
+    asked, usage = [], shutil.disk_usage
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (asked.append(path), usage(path))[1])
+    assert statuses(here / "s.db")["space"] == "ok"
+    assert asked == [there.resolve()]
 
 
 def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
@@ -162,6 +234,15 @@ def test_a_file_that_is_no_database_fails_and_a_missing_one_is_refused(tmp_path)
     assert statuses(tmp_path / "text.db") == {"file": "failed"}
     with pytest.raises(UserError, match="there is no database"):
         examine(tmp_path / "none.db")
+
+
+def test_what_is_wrong_with_a_file_is_quoted_with_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.db").write_text("hello " * 1000)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--db", "bad.db"]).stdout
+    assert "bad.db is damaged (file is not a database). Restore a backup over it" in shown
+    assert shown.rstrip().endswith("--move-corrupt-aside.")
+    assert ".." not in shown
 
 
 def test_the_exit_code_says_whether_something_failed(tmp_path):

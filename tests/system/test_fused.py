@@ -174,7 +174,6 @@ def test_kernels_that_do_not_do_are_left_out(
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from triton.runtime import JITFunction
 from speclen.worker.backends.torch import fused
 
 constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
@@ -183,15 +182,16 @@ constants["is_interpreted"] = False
 numbers = {"size": "i32", "eps": "fp32", "queries": "i32", "length": "i32", "angle_stride": "i32", "positions": "*i64"}
 numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32"}
 large = {"head_dim": 128, "block_dim": 128, "block_queries": 64, "block_keys": 32}
-variants = [({"has_window": has_window}, "*bf16") for has_window in (False, True)]
-variants.append(({"has_window": True} | large, "*fp32"))
-for kernel in (each for each in vars(fused).values() if isinstance(each, JITFunction)):
+for kernel, changes, dtype in (
+    *((kernel, {}, "*bf16") for kernel in (fused._add_norm, fused._gate, fused._rotate_and_store)),
+    *((fused._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
+    (fused._attend, {"has_window": True} | large, "*fp32"),
+):
+    constants |= changes
     names = [parameter.name for parameter in kernel.params]
-    for changes, dtype in variants if "has_window" in names else variants[:1]:
-        values = constants | changes
-        signature = {name: "constexpr" if name in values else numbers.get(name, dtype) for name in names}
-        chosen = {(at,): values[name] for at, name in enumerate(names) if name in values}
-        print(len(compile(ASTSource(kernel, signature, chosen), target=GPUTarget("cuda", 90, 32)).asm["ptx"]) > 1000)
+    signature = {name: "constexpr" if name in constants else numbers.get(name, dtype) for name in names}
+    chosen = {(at,): constants[name] for at, name in enumerate(names) if name in constants}
+    print(len(compile(ASTSource(kernel, signature, chosen), target=GPUTarget("cuda", 90, 32)).asm["ptx"]) > 1000)
 """
 
 

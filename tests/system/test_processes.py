@@ -13,7 +13,6 @@ from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
-from tests.support.waiting import until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -44,6 +43,21 @@ def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_l
     assert said[0] == "worker 0: starting (0 s so far)"
 
 
+def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
+    one = child(tmp_path)
+    one.log_file.write_text("of an earlier life\n")
+    one.start()
+    assert one.process is not None
+    one.process.wait(30)
+    assert [line for line in one.new_remarks() if "earlier" in line] == []
+    with one.log_file.open("a") as log:
+        log.write(
+            "measuring for 20 s\n2026-01-01 00:00:00 [info] found\nspeclen worker serving on 127.0.0.1:1\nhalf a li"
+        )
+    assert one.new_remarks() == ["measuring for 20 s"]
+    assert one.new_remarks() == []
+
+
 def test_advice_of_a_child_is_for_who_cannot_give_it_a_flag(tmp_path):
     """`speclen up` passed on that the controller should be started with a flag, which `up` does not have."""
     (tmp_path / "noise.db").write_bytes(b"noise " * 1000)
@@ -67,6 +81,12 @@ def test_restarts_wait_longer_each_time(tmp_path):
     one.process.wait(30)
     assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
     assert one.num_restarts == 1
+
+
+def test_a_stable_life_resets_the_pause(tmp_path):
+    one = died(child(tmp_path))
+    one.pause_s = 16.0
+    assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
 
 
 def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
@@ -100,6 +120,11 @@ def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypat
     died_again = one.process
     assert died_again is not None
     died_again.wait(30)
+
+
+def test_stopping_what_is_gone_is_no_error(tmp_path):
+    died(child(tmp_path)).stop(1.0)
+    child(tmp_path).stop(1.0)
 
 
 # Says when it was told to end. A worker then takes until both were told, and notes how many had ended before.
@@ -139,6 +164,15 @@ def test_workers_end_together_and_the_controller_after_them(tmp_path):
     stop_all(children, 20.0)
     assert [one.exit_code for one in children] == [0, 0, 0]
     assert (tmp_path / "ended controller").read_text() == "2"
+
+
+@pytest.mark.parametrize(("takes_settings", "words"), [(True, "SPECLEN_GENERATE_TPO_K"), (False, "'many' is unknown")])
+def test_a_benchmarks_child_reads_no_settings(tmp_path, monkeypatch, takes_settings, words):
+    """With a token in the environment a benchmark's own worker would refuse the benchmark."""
+    monkeypatch.setenv("SPECLEN_GENERATE_TPO_K", "3")
+    one = child(tmp_path)
+    one.takes_settings = takes_settings
+    assert words in died(one).last_line()
 
 
 PARENT = """
@@ -186,7 +220,10 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
         parent.send_signal(first)  # it comes twice, and is no impatience
         time.sleep(0.5)
         assert all(is_alive(pid) for pid in children)
-    until((tmp_path / "told").exists)  # else the interrupt may come before the end has begun
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").exists():  # else the interrupt may come before the end has begun
+        assert time.monotonic() < deadline, "the last child was not told to end"
+        time.sleep(0.01)
     parent.send_signal(signal.SIGINT)
     parent.wait(60)
     assert not any(is_alive(pid) for pid in children)

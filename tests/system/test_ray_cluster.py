@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -14,13 +16,16 @@ import pytest
 from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.addresses import free_address
 from tests.support.store_rows import rows
-from tests.support.waiting import until
 
 ray = pytest.importorskip("ray")
 
 SMALL = {"SPECLEN_WORKER_THREADS": "1", "SPECLEN_WORKER_BACKEND": "torch"}
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def up(address: str, http: str, data_dir: Path) -> subprocess.Popen[str]:
@@ -46,7 +51,10 @@ def test_a_fleet_serves_at_one_address_learns_and_leaves_nothing(tmp_path):
         whole = httpx.post(f"http://{http}/v1/completions", json=body, headers=key, timeout=60).json()
         assert whole["choices"][0]["text"] == last.complete.text != ""
         assert httpx.post(f"http://{http}/v1/completions", json=body, timeout=60).status_code == 401
-        until(lambda: rows(tmp_path / "speclen.db", "SELECT count(*) FROM step_reports")[0][0])
+        deadline = time.monotonic() + 30
+        while not rows(tmp_path / "speclen.db", "SELECT count(*) FROM step_reports")[0][0]:
+            assert time.monotonic() < deadline, "nothing was reported"
+            time.sleep(0.2)
     finally:
         first.send_signal(signal.SIGINT)
         _, errors = first.communicate(timeout=90)

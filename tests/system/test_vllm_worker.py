@@ -9,6 +9,8 @@ import importlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,12 +19,12 @@ import pytest
 import structlog
 
 from speclen.integrations.vllm import logs
-from speclen.integrations.vllm.context import context_key
+from speclen.integrations.vllm.context import configured_table, context_key, limits_of
 from speclen.integrations.vllm.lengths import MIN_SAMPLES
-from speclen.integrations.vllm.settings import settings_from
+from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
+from speclen.records import PLAIN, Arm, Limits
 from tests.support import fake_vllm
 from tests.support.control_fakes import run, served
-from tests.support.waiting import until
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 
@@ -80,6 +82,13 @@ def end(scheduler, output):
         scheduler.update_draft_token_ids(output)
 
 
+def wait_until(true, what):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def controller(tmp_path, **options):
     """A controller in a thread of its own, since the test is the engine."""
@@ -108,13 +117,13 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
-        until(lambda: scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
         control = scheduler.steering.control
-        until(lambda: not control.buffer)
+        wait_until(lambda: not control.buffer, "reports on disk")
         assert scheduler.steering.num_reported >= 55
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
@@ -124,12 +133,20 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
         assert control.card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
+def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
+    monkeypatch.setattr("speclen.integrations.vllm.background.TELL_S", 0.1)
+    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        serve(scheduler)
+        wait_until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, "told")
+
+
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
-        until(lambda: "no controller yet" in caplog.text)
+        wait_until(lambda: "no controller yet" in caplog.text, "told")
         time.sleep(1.5)  # two more attempts
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
@@ -140,8 +157,8 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected)
-    until(lambda: not scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+    wait_until(lambda: not scheduler.steering.control.connected, "noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
@@ -152,6 +169,31 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
         assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
         assert time.monotonic() - begun < 20.0
         assert scheduler.steering.num_reported == 59
+
+
+@pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
+def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, before, after, last):
+    """The controller goes on, and has a table of the engine before it under the same worker's name."""
+    with controller(tmp_path, policy="fixed:5") as there:
+        variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_WORKER_ID": "mine"}
+        for longest in (before, after):
+            config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
+            config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
+            scheduler = scheduler_for(config, **variables)
+            wait_until(lambda: scheduler.steering.control.connected, "joined")  # noqa: B023
+            lengths = serve(scheduler, num_steps=60)
+            wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")  # noqa: B023
+            assert scheduler.steering.control.num_refused == 0
+            scheduler.shutdown()
+        assert (lengths[1], lengths[-1]) == (after, last)
+
+
+def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:1") as there:
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        assert serve(scheduler)[1:] == [4] * 19
+        wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
@@ -198,11 +240,16 @@ def without_a_field(monkeypatch):
     monkeypatch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, "num_spec_tokens_to_schedule")
 
 
+def without_a_module(monkeypatch):
+    monkeypatch.delitem(sys.modules, "vllm.v1.outputs")
+
+
 @pytest.mark.parametrize(
     ("change", "is_on", "words"),
     [
         (other_version, True, "vLLM 0.99.0 was not tried"),
         (without_a_field, False, "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule"),
+        (without_a_module, False, "vllm.v1.outputs"),
     ],
 )
 def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
@@ -222,11 +269,11 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     with caplog.at_level(logging.INFO, logger=logs.LOGGER), controller(None, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
-        until(lambda: "UNAUTHENTICATED" in caplog.text)
+        wait_until(lambda: "UNAUTHENTICATED" in caplog.text, "refused")
         assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
         assert serve(refused)[1:] == [5] * 19
         other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
-        until(lambda: "FAILED_PRECONDITION" in caplog.text)
+        wait_until(lambda: "FAILED_PRECONDITION" in caplog.text, "refused")
         assert "SPECLEN_WORKER_RUN_ID" in caplog.text
         assert serve(other)[1:] == [5] * 19
 
@@ -264,6 +311,25 @@ def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for,
     assert asked[-1] is kept_waiting
 
 
+FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
+def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:3") as there:
+        scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
+
+
+def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
+    config = fake_vllm.config(**FULL_GRAPHS)
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    assert "all batch sizes run at length 4" in caplog.text
+    assert "name all that may be chosen" in caplog.text
+
+
 def test_the_context_names_what_step_times_depend_on():
     settings = settings_from({"SPECLEN_CONTROLLER": NOBODY})
     key = context_key(fake_vllm.config(), settings, fake_vllm.PLATFORM, "0.32.0")
@@ -284,3 +350,30 @@ def test_the_context_names_what_step_times_depend_on():
     assert context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
     named = settings_from({"SPECLEN_CONTROLLER": NOBODY, "SPECLEN_WORKER_TARGET": "bundled:target"})
     assert context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
+
+
+def test_the_configured_table_is_vllms_own():
+    lookup = fake_vllm.lookup_of(fake_vllm.config())
+    limits = limits_of(lookup, 5)
+    assert limits == Limits(8, 5)
+    assert configured_table(lookup, "adaptive", limits).arms[1:] == (*[Arm(5)] * 4, *[Arm(2)] * 4)
+    assert configured_table(lookup, "none", limits).arms[1:] == (PLAIN,) * 8
+
+
+def test_sentences_name_variables_for_our_flags_and_leave_vllms():
+    sentence = as_variables("--controller-ca needs --policy and --speculative-config")
+    assert sentence == "SPECLEN_WORKER_CONTROLLER_CA needs SPECLEN_WORKER_POLICY and --speculative-config"
+
+
+def test_a_policy_that_vllm_cannot_play_is_refused():
+    with pytest.raises(ValueError, match="--policy n-gram is not known here"):
+        VllmSettings("127.0.0.1:7070", policy="n-gram")
+
+
+def test_vllms_process_loads_neither_our_torch_nor_our_engine():
+    code = (
+        "import sys, speclen.integrations.vllm.wiring; "
+        "heavy = {'torch', 'transformers', 'fastapi', 'typer', 'sqlite_utils', 'speclen.worker.engine.engine', "
+        "'speclen.worker.backends', 'speclen.controller'}; print(*(heavy & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() == []

@@ -77,6 +77,21 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start
     assert sum("the worker cannot go on and ends" in line for line in lines) == 1
 
 
+def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start: Any) -> None:
+    page = free_address()
+    worker = start("few", "--controller", "", "--metrics-listen", page)
+
+    def number(name: str) -> float:
+        text = httpx.get(f"http://{page}/metrics").text
+        return float(re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+    with grpc.insecure_channel(worker.address) as channel:
+        sampling = pb.SamplingParams(max_tokens=60, ignore_eos=True)
+        list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", sampling_params=sampling)))
+    assert number("speclen_decode_steps_total") > 10
+    until(lambda: number("speclen_reports_buffered") <= 3)
+
+
 def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
     http = free_address()
     worker = start("engine", "--controller", "", "--http-listen", http)
