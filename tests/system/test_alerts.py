@@ -1,4 +1,4 @@
-"""Alerts and dashboards ask for metrics and labels that exist; every alert is in the runbook and fires when it should."""
+"""Alerts and dashboards ask for metrics and labels that exist."""
 
 import asyncio
 import json
@@ -27,7 +27,6 @@ RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules
 DASHBOARDS = {
     name: json.loads((ROOT / f"deploy/grafana/{name}.json").read_text()) for name in ("workers", "controller")
 }
-RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text().partition("## Alerts")[2].partition("\n## ")[0]
 ELSEWHERE = {"up"}  # of Prometheus itself
 EXPRESSIONS = {rule["alert"]: rule["expr"] for rule in RULES} | {
     f"{name}: {panel['title']}": re.sub(r"\$(model|context)\b", ".*", target["expr"]).replace("$__rate_interval", "1m")
@@ -123,20 +122,8 @@ def test_an_expression_asks_for_what_there_is(page, name):
         assert {matcher.name for matcher in selector.matchers.matchers} <= page[selector.name], selector.name
 
 
-def test_the_runbook_has_a_line_for_every_alert_and_names_metrics_that_exist(page):
-    named = re.findall(r"^\| `(\w+)` \|", RUNBOOK, re.MULTILINE)
-    assert sorted(named) == sorted(rule["alert"] for rule in RULES)
-    assert set(re.findall(r"`(speclen_\w+)`", RUNBOOK)) <= {name.removesuffix("_bucket") for name in page}
-
-
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
 @pytest.mark.parametrize("arguments", ["check config prometheus.yaml", "test rules alerts_test.yaml"])
 def test_prometheus_agrees(arguments):
     done = subprocess.run(["promtool", *arguments.split()], cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_alert_is_tested_to_fire():
-    tests = yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]
-    fired = {one["alertname"] for test in tests for one in test["alert_rule_test"] if one.get("exp_alerts")}
-    assert fired == {rule["alert"] for rule in RULES}

@@ -49,16 +49,6 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*copy*")) == [f"copy-{number}.db" for number in range(5)]
 
 
-def test_a_backup_is_a_database_to_go_on_from(tmp_path):
-    original = write_database(tmp_path / "s.db")
-    to_file(tmp_path / "copy.db", original)
-    first, second = Store.open(original), Store.open(tmp_path / "copy.db")
-    assert first.load() == second.load()
-    assert store_now(second, moment([4], reports=[report(4)])) is None
-    first.close()
-    second.close()
-
-
 def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     copy.write_text("precious")

@@ -1,15 +1,10 @@
-"""Simulated workers tell a controller plausible things, and the figures of its load are what they say they are."""
+"""The load of `speclen bench controller` is taken whole."""
 
-import asyncio
-import random
 import time
 
 import pytest
 
-from speclen.bench.fleet.load import load_of, throughput
-from speclen.bench.fleet.swarm import SimulatedWorker, connect, simulated_steps
-from speclen.controller.wire.ingest import read_step
-from speclen.records import Limits
+from speclen.bench.fleet.load import throughput
 from tests.support.control_fakes import run, served
 
 
@@ -23,12 +18,6 @@ class Process:
         return time.perf_counter()
 
 
-def test_simulated_steps_are_plausible():
-    for seq, step in enumerate(simulated_steps(random.Random(3), 200), start=1):
-        step.seq = seq
-        assert read_step(step, Limits(32, 8)).seq == seq
-
-
 def test_every_report_sent_is_taken_and_durable(tmp_path):
     async def story():
         async with served(tmp_path) as at:
@@ -36,34 +25,5 @@ def test_every_report_sent_is_taken_and_durable(tmp_path):
             assert at.service.totals.num_reports == 4 * 16 * (1000 // 64)
             assert not at.service.totals.refused
             assert found.reports_per_s == pytest.approx(1e6 / found.cpu_us_per_report, rel=0.01)
-
-    run(story)
-
-
-def test_a_worker_that_is_cut_off_is_an_error_and_no_good_figure():
-    async def story():
-        async with served(None) as at:
-            worker = SimulatedWorker(0, simulated_steps(random.Random(0), 8))
-            (channel,) = await connect(at.address, 1)
-            with pytest.raises(Exception, match="RegisterWorker"):
-                await worker.flood(channel, [worker.message(4)])
-            await channel.close()
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("sample_every", [1, 4])
-def test_workers_report_what_they_are_asked_for(tmp_path, sample_every):
-    async def story():
-        async with served(tmp_path, commit_interval_s=0.05) as at:
-            at.service.sampling.sample_every, at.service.sampling.judge = sample_every, lambda: None
-            load = await load_of(Process(at.address), 10, 20, warm_up_s=1.0, seconds=2.0)
-            assert sum(at.service.totals.refused.values()) == 0
-            assert (load.num_workers, load.sample_every) == (10, sample_every)
-            assert load.reports_per_s == pytest.approx(10 * 40 / sample_every, rel=0.6)
-            assert load.messages_per_s == pytest.approx(load.reports_per_s / 20, rel=0.3)
-            assert load.busy == pytest.approx(1.0, abs=0.3)
-            assert 0.0 < load.call_p50_ms <= load.call_p99_ms
-            assert 0.0 < load.trip_p50_ms <= load.trip_p99_ms
 
     run(story)

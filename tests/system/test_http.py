@@ -77,6 +77,17 @@ def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, spe
     )
 
 
+def test_every_field_of_sampling_means_the_same_as_over_grpc(worker, client):
+    sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "max_tokens": 20, "presence_penalty": 0.5}
+    further = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 5}
+    expected = over_grpc(worker, n=3, logit_bias={65: 2.0}, **sampling, **further)
+    extra = {"extra_body": further | {"return_token_ids": True}}
+    got = client.completions.create(model=MODEL, prompt=PROMPT, n=3, logit_bias={"65": 2.0}, **sampling, **extra)
+    by_index = {one.index: list(one.output_ids) for one in expected}
+    assert {choice.index: choice.token_ids for choice in got.choices} == by_index
+    assert len({tuple(ids) for ids in by_index.values()}) > 1
+
+
 def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client):
     whole = client.completions.create(prompt=PROMPT, **GREEDY)
     chunks = list(

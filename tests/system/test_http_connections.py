@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import ssl
 import time
@@ -85,6 +86,23 @@ def test_endless_trailers_end_the_connection_and_are_kept_nowhere(worker, monkey
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             send_many(one)
     assert max(num_headers) == 1 + len(CHUNKED)
+
+
+def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
+    body = json.dumps({"prompt": "a " * 20_000}).encode()
+    with connected(worker) as one:
+        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
+        assert b" 200 " in one.recv(4096)
+
+
+def test_requests_sent_ahead_are_answered_in_order(worker):
+    asked = [json.dumps({"prompt": "a", "max_tokens": number, "ignore_eos": True}).encode() for number in (5, 6, 7)]
+    with connected(worker) as one:
+        one.sendall(b"".join(map(completion, asked)) + head("GET /health", {"Connection": "close"}))
+        answer = b"".join(iter(lambda: one.recv(65_536), b""))
+    assert answer.count(b"HTTP/1.1 200 ") == 4
+    assert re.findall(rb'"completion_tokens":(\d+)', answer) == [b"5", b"6", b"7"]
 
 
 def test_a_client_that_does_not_read_is_cut_off():

@@ -13,28 +13,22 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from speclen.worker.backends import openvino, threads
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.passes import RaggedPart, StepRows
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import PreparedPair, prepare
-from speclen.worker.models.loading import cpu_has_bfloat16
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 from speclen.worker.service import assembly
 from tests.support import engines, tiny_models
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
-# Softcap apart. A tiny RMS norm over heads of 8 gives NaN in bfloat16, so those have heads of 16 here.
-FAMILIES = [family for family in tiny_models.FAMILIES if family != "gemma2"]
 
 
 def load(model: Any, dtype: torch.dtype) -> Any:
@@ -55,58 +49,6 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
     with pytest.raises(ModelError, match="--backend openvino: "):
         prepare(pair, EngineConfig(max_batch_size=2, backend="openvino"))
     return told
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
-    heads = {"head_dim": 16} if family in ("qwen3", "gemma3") and dtype == torch.bfloat16 else {}
-    model = tiny_models.build(family, **heads).to(dtype)
-    one = load(model, dtype)
-    check_model(one, model, family)
-    assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
-
-
-@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_tokens_that_fill_up_a_pass_leave_no_trace(dtype: torch.dtype) -> None:
-    """Two rows fed unlike numbers of tokens, on both ways into a pass: logits are those of one pass over all of them."""
-    model = load(tiny_models.build("llama").to(dtype), dtype)
-    rng = random.Random(0)
-    ids = np.array([[rng.randrange(1, 90) for _ in range(200)] for _ in range(2)])
-
-    def fed(starts: np.ndarray, counts: np.ndarray, same: bool) -> torch.Tensor:
-        tokens = [
-            ids[row, start : start + count] for row, (start, count) in enumerate(zip(starts, counts, strict=True))
-        ]
-        if same:
-            rows = StepRows(starts, int(counts[0]), CPU)
-            return torch.from_numpy(model.host_logits(rows, np.stack(tokens), 1)[:, 0].copy())
-        part = RaggedPart(np.arange(2), starts, counts, torch.from_numpy(np.concatenate(tokens)), np.ones(2, np.int64))
-        return model.forward([part])[0].clone()
-
-    steps, starts = [], np.array([3, 5])
-    assert fed(np.zeros(2, np.int64), starts, same=False).isfinite().all()
-    while starts.max() < 180:
-        same = rng.random() < 0.5
-        counts = np.full(2, rng.randint(1, 6)) if same else np.array([rng.randint(1, 6) for _ in range(2)])
-        logits = fed(starts, counts, same)
-        starts = starts + counts
-        steps.append((starts, logits))
-    for row in range(2):
-        model.pool.release(row)
-    for ends, logits in steps[::7]:
-        whole = fed(np.zeros(2, np.int64), ends, same=False)
-        torch.testing.assert_close(logits, whole, rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
-
-
-def test_the_callers_model_stays_as_it_is() -> None:
-    dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    model = tiny_models.build("llama").to(dtype)
-    before = {
-        name: (id(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
-    load(model, dtype)
-    assert {n: (id(t), t.dtype, t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()} == before
 
 
 def test_it_is_the_choice_where_it_runs() -> None:
@@ -154,12 +96,6 @@ def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
     check_model(compiled, tiny_models.build("llama").to(dtype), "llama")
 
 
-def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -> None:
-    half = [tiny_models.build("llama").to(torch.float16) for _ in range(2)]
-    told = fallen_back(caplog, target=half[0], draft=half[1], dtype=torch.float16)
-    assert "not in float16" in told
-
-
 def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(num_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -167,20 +103,6 @@ def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monk
     blocks = pytest.importorskip("speclen.worker.backends.openvino.blocks")
     monkeypatch.setattr(blocks, "reserve", no_room)
     assert re.search(r"2 rows of \d+ tokens need .* GiB of KV, which cannot be had: lower", fallen_back(caplog))
-
-
-def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told, and the passes go on with the number that there is; later it is tried again."""
-    module = pytest.importorskip("speclen.worker.backends.openvino.model")
-    model = tiny_models.build("llama")
-    loaded = load(model, torch.float32)
-    monkeypatch.setattr(module, "free_memory", lambda device: 0)
-    with pytest.raises(MemoryError, match="no memory for 2 threads beside 1: their number stays"):
-        loaded.use_threads(2)
-    check_model(loaded, model, "llama")
-    monkeypatch.undo()
-    loaded.use_threads(2)
-    check_model(loaded, model, "llama")
 
 
 def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
@@ -200,21 +122,6 @@ def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
         assert (engine.num_threads, torch.get_num_threads()) == (1, 2)
     finally:
         torch.set_num_threads(before)
-
-
-def test_few_copies_of_the_weights_are_kept() -> None:
-    """Each number of threads has one; on a machine of many cores they took all memory."""
-    model = tiny_models.build("llama")
-    loaded = load(model, torch.float32)
-    for number in (2, 3, 4, 5, 1, 4):
-        loaded.use_threads(number)
-        check_model(loaded, model, "llama")
-    before = loaded.num_first_uses
-    for number in (5, 1, 4):
-        loaded.use_threads(number)
-    assert loaded.num_first_uses == before, "these are kept"
-    loaded.use_threads(2)
-    assert loaded.num_first_uses == before + 1, "laid out when threads change, and not in the next step"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import speclen.transport.supervision
-from speclen.transport.supervision import PartFailedError, Supervisor, describe, until_one_fails
+from speclen.transport.supervision import PartFailedError, Supervisor, until_one_fails
 
 
 @pytest.fixture(autouse=True)
@@ -176,15 +176,6 @@ def test_a_callback_that_fails_is_counted() -> None:
         assert supervisor.num_failures["event loop"] == 1
 
     run(test)
-
-
-def test_an_error_is_described_with_its_place() -> None:
-    assert describe(ExceptionGroup("two", [ValueError("first"), KeyError("second")])) == "ValueError: first"
-    with pytest.raises(ValueError, match="invalid literal") as raised:
-        int("x")
-    said = describe(raised.value)
-    assert said.startswith("ValueError: invalid literal")
-    assert "(test_supervision.py:" in said
 
 
 HANGING = """

@@ -118,17 +118,6 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
     assert find_destination(tmp_path / "b" / "speclen.db", "", Client()).address == ""  # nobody keeps it any more
 
 
-def test_two_at_once_use_other_ports(tmp_path):
-    """`scripts/start --once` measured another checkout's system: it needs no fixed ports, so it takes free ones."""
-    from speclen.cli.up.places import Places
-
-    with running_controller(tmp_path / "a") as running:
-        places = Places.choose(running.address, "127.0.0.1:0", 2, Client(), any_port=True)
-        assert running.address not in (places.controller, *places.workers)
-        assert len({places.controller, *places.workers}) == 3
-        assert places.fronts == []
-
-
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
     from speclen.cli.up.places import Places
     from speclen.cli.up.up import Run
@@ -140,27 +129,3 @@ def test_every_worker_has_an_http_front_one_port_further(tmp_path):
     assert [command[command.index("--http-listen") + 1] for command in commands] == places.fronts
     with socket.create_server((host, port + 1)), pytest.raises(UserError, match="another with --http-listen"):
         Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
-
-
-@pytest.mark.parametrize("options", [("--db", "elsewhere.db"), ("--in-memory",)])
-def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
-    """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
-    from speclen.cli.up.places import Places
-    from speclen.cli.up.up import database_of, first_commands, print_addresses, print_what_is_left
-
-    monkeypatch.chdir(tmp_path)
-    with running_controller(tmp_path / "a", *options) as running:
-        database = database_of(running.address, Client())
-    assert database == (Path("elsewhere.db") if options[0] == "--db" else None)
-    print_addresses(Places(running.address, ["127.0.0.1:1"], []), Path("a"), first_commands("127.0.0.1:1", database))
-    print_what_is_left(database)
-    shown = capsys.readouterr().out
-    assert shown.count("speclen tables --db elsewhere.db\n") == (2 if database else 0)
-    assert "a/speclen.db" not in shown
-
-
-def test_top_of_nobody_says_so(tmp_path):
-    address = free_address()
-    told = speclen("top", "--worker", address, "--json", cwd=tmp_path)
-    assert (told.returncode, told.stdout) == (2, "")
-    assert address in told.stderr

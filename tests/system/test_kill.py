@@ -1,0 +1,43 @@
+"""A kill while the store gives space back to the disk. Kills at all other steps of a commit: scripts/chaos."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from speclen.store.database import Store
+from tests.support.store_rows import moment, rows, store_now
+
+SHRINK = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from tests.support.store_rows import moment, report, store_now
+from speclen.store.database import Store, StoreConfig
+from speclen.store.retention import Retention
+store = Store.open(sys.argv[1], StoreConfig(retention=Retention(max_report_rows=10)))
+first = store.load().workers[0].applied_seq + 1
+for seq in range(first, first + 100):
+    store_now(store, moment([seq], reports=[report(seq)]))
+"""
+
+
+def write_until_killed(path: Path, failpoint: str) -> int:
+    """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
+    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
+    return subprocess.run(command, env={**os.environ, "SPECLEN_FAILPOINT": failpoint}, check=False).returncode
+
+
+def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    store_now(store, moment(range(1, 140_001)))
+    store.close()
+    for count in (1, 2):
+        assert write_until_killed(path, f"after_vacuum:{count}") == -9
+        assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+    store = Store.open(path)
+    newest = store.load().workers[0].applied_seq
+    store.close()
+    assert rows(path, "SELECT max(seq) FROM step_reports") == [(newest,)]
