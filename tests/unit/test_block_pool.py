@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -133,26 +132,3 @@ def test_memory_of_rows_that_left_goes_back() -> None:
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
     with pytest.raises(MemoryError, match=r"1000 rows .* GiB of KV.*lower the batch size"):
         BlockPool([LayerShape(64, 128)] * 80, 1_000, 1_000_000_000, torch.float32)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda pool: pool.swap(0, 1, 40, 40),
-        lambda pool: pool.move(1, 0, 40),
-        lambda pool: pool.copy(1, 0, 40),
-        lambda pool: (pool.release(1), pool.release(0), write(pool, 1, 0, [3.0] * 40)),
-    ],
-)
-def test_blocks_that_were_looked_up_are_not_taken_for_others(change: Callable[[BlockPool], None]) -> None:
-    """Asked again the pool gives the same arrays, unless the row has other blocks by then."""
-    pool = make_pool()
-    write(pool, 1, 0, [2.0] * 40)
-    write(pool, 0, 0, [1.0] * 40)
-    before = pool.reach(0, np.array([40]))
-    assert all(one is other for one, other in zip(before, pool.reach(0, np.array([40])), strict=True))
-    change(pool)
-    after, begins = pool.reach(0, np.array([40]))
-    assert after.tolist() != before[0].tolist()
-    assert after.tolist() == pool.reach_rows(np.array([0]), np.array([40]))[0].tolist()
-    assert begins.tolist() == [0, 2]

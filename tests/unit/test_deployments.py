@@ -1,14 +1,11 @@
 """The compose file and the systemd units: each program is given the secrets that it reads, and nobody another's."""
 
-import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
-UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 
 
 def test_a_container_is_given_the_secrets_that_it_reads_and_no_others():
@@ -28,24 +25,6 @@ def test_clients_of_the_compose_file_have_another_token_than_the_controller():
     files = {f"deploy/docker/{Path(secret['file']).name}" for secret in COMPOSE["secrets"].values()}
     for name in (".gitignore", ".dockerignore"):
         assert files <= set((DEPLOY.parent / name).read_text().split()), name
-
-
-def test_a_probe_of_a_container_asks_where_its_program_answers_probes():
-    for name, service in COMPOSE["services"].items():
-        asked = service["healthcheck"]["test"][-2:]
-        assert asked == [name, service["environment"][f"SPECLEN_{name.upper()}_PROBE_LISTEN"]]
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=[unit.stem for unit in UNITS])
-def test_a_service_reads_what_systemd_hands_to_it(unit):
-    """Its own user may read none of the files."""
-    text = unit.read_text()
-    handed = dict(re.findall(r"^LoadCredential=([^:]+):(.+)$", text, re.MULTILINE))
-    read = re.findall(r"^Environment=SPECLEN_\w+=%d/(.+)$", text, re.MULTILINE)
-    assert sorted(read) == sorted(handed)
-    assert handed == {name: f"/etc/speclen/{name}" for name in handed}
-    for name in handed:
-        assert f"`{name}`" in services(), f"docs/guides/install.md does not say that {unit.name} needs {name}"
 
 
 def services() -> str:

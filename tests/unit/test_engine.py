@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.support.engines import (
     Collected,
     RandomArms,
     RandomLengths,
-    check_counts,
     finish,
     generate,
     make_engine,
@@ -40,28 +38,6 @@ def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
 
 
 # Sampling.
-
-
-@pytest.mark.parametrize(("length", "seeded"), [(0, False), (2, False), (2, True)])
-def test_sampled_outputs_follow_the_targets_distribution(length: int, seeded: bool) -> None:
-    """Chi-square of the first token, and of the second one given the most frequent first one, over 1,500 outputs.
-
-    The first token comes from the prompt's pass, the second is drafted. top_k leaves 6 tokens, so there are 5 degrees of
-    freedom: a correct engine exceeds 20.5 once in 1,000 seeds, and the seeds are fixed.
-    """
-    settings = {"temperature": 1.1, "top_k": 6, "max_tokens": 3, "n": 50, "ignore_eos": True}
-    requests = [request(str(at), PROMPT, **settings, seed=at if seeded else None) for at in range(30)]
-    engine = make_engine(chooser=length, max_batch_size=32)
-    collected = generate(engine, *requests)
-    pairs = Counter(tuple(collected.ids(str(at), index)[:2]) for at in range(30) for index in range(50))
-    assert sum(pairs.values()) == 1500
-    target, _ = engines.models("llama")
-    first = Counter(pair[0] for pair in pairs.elements())
-    check_counts(first, PROMPT, target)
-    most = first.most_common(1)[0][0]
-    check_counts(Counter({pair[1]: count for pair, count in pairs.items() if pair[0] == most}), [*PROMPT, most], target)
-    if length:
-        assert engine.load().num_accepted_tokens > 300
 
 
 def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> None:
@@ -247,32 +223,6 @@ def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
     finish(engine)
     assert len(collected.ids("other")) == 40
     assert not engine.abort("never heard of")
-
-
-def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
-    engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
-    passes: list[list[tuple[int, ...]]] = []
-    honest = engine.target.forward
-
-    def noting(parts: list[PassPart]) -> list[torch.Tensor]:
-        passes.append([tuple(part.ids.shape) for part in parts])
-        return honest(parts)
-
-    engine.target.forward = noting  # type: ignore[method-assign]
-    rng = random.Random(1)
-    prompts = [[rng.randrange(20, tiny_models.VOCAB_SIZE) for _ in range(size)] for size in (5, 9, 12, 7, 4)]
-    for number, prompt in enumerate(prompts[:2]):
-        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
-    engine.step()
-    for number, prompt in enumerate(prompts[2:], 2):
-        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
-    engine.step()
-    assert passes[0] == [(1, 5), (1, 9)]
-    assert passes[-1] == [(2, 2), (1, 12), (1, 7), (1, 4)]
-    finish(engine)
-    for number, prompt in enumerate(prompts):
-        alone = generate(make_engine(), request("x", prompt, max_tokens=30, ignore_eos=True))
-        assert collected.ids(f"{number}") == alone.ids("x")
 
 
 # Threads.

@@ -185,37 +185,6 @@ def test_requests_unlike_the_others_are_not_evaluated(always: None, settings: di
     assert not told_by(chooser)
 
 
-LONG = {"max_tokens": 90, "ignore_eos": True}
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])
-def test_of_an_output_that_is_too_long_for_the_time_a_part_is_evaluated(
-    always: None, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, object]
-) -> None:
-    chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
-    engine = engine_of(chooser)
-    monkeypatch.setattr(evaluating.time, "perf_counter", lambda: now[0])
-
-    def slow(model: object) -> None:
-        forward = model.forward
-
-        def forward_slowly(parts: list) -> list[torch.Tensor]:
-            now[0] += 0.001 * sum(part.ids.numel() for part in parts)
-            return forward(parts)
-
-        model.forward = forward_slowly
-
-    slow(engine.target)
-    slow(engine.draft)
-    generate(engine, request("first", [5, 6, 7, 8, 9] * 7, **sampling, **LONG))
-    monkeypatch.setattr(evaluating, "MAX_S", 0.08)
-    generate(engine, request("other", [5, 6, 7, 8, 9] * 7, **sampling, **LONG))
-    first, other = told_by(chooser)
-    assert first.num_tokens == first.num_output_tokens == other.num_output_tokens == 89
-    assert other.num_tokens < 89
-    assert all(steps <= other.num_tokens for steps in other.num_steps)
-
-
 @pytest.mark.parametrize("chunk", [3, 16, 1000])
 def test_a_long_output_is_evaluated_in_pieces(always: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it is cut, and whatever of it the draft model holds already."""

@@ -49,23 +49,3 @@ def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, d
         assert torch.equal(accepted, expected)
         for row, count in enumerate(accepted.tolist()):
             assert tokens[row, : count + 1].tolist() == wanted[row, : count + 1].tolist()
-
-
-def test_rows_that_draft_alone_propose_what_they_propose_among_others() -> None:
-    host, _ = both(batch_of(), np.arange(ROWS) % 3)
-    logits, some = logits_of(5, ROWS, 1), np.arange(1, ROWS, 3)
-    everybody = host.propose(logits, torch.zeros(ROWS, 2, dtype=torch.long))
-    assert np.array_equal(host.draft(logits[some, 0].numpy(), some, 2), everybody[some].numpy())
-
-
-def test_what_was_not_proposed_is_not_looked_at() -> None:
-    """Nor would what the model made of it matter: behind a row's cap nothing but NaN."""
-    for seeded in (True, False):
-        batch, caps = batch_of(seeded), torch.arange(ROWS) % (K + 1)
-        logits = logits_of(4, ROWS, K + 1)
-        logits[torch.arange(K + 1) > caps[:, None]] = torch.nan
-        ids = torch.randint(VOCAB, (ROWS, K), generator=torch.Generator().manual_seed(3))
-        accepted, tokens = both(batch)[0].decide(logits, ids, caps)
-        assert (accepted <= caps).all()
-        assert tokens.min() >= 0
-        assert tokens.max() < VOCAB

@@ -4,7 +4,6 @@ A docstring names a thing or an action.
 """
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,13 +178,6 @@ def test_the_estimator_is_pure():
     assert not found
 
 
-def test_keys_and_values_and_sampling_know_nothing_of_requests():
-    for path in (*(ROOT / "worker" / "backends").glob("*.py"), *(ROOT / "worker" / "sampling").glob("*.py")):
-        assert not {
-            name for name in imported(path) if name.startswith(("speclen.worker.engine", "speclen.worker.requests"))
-        }, path
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -217,24 +209,7 @@ def test_no_test_module_imports_another():
         assert not {name for name in imported(path) if name.rpartition(".")[2].startswith("test_")}, path
 
 
-def test_no_import_package_is_called_proto():
-    """proto-plus owns that name."""
-    assert not (ROOT / "proto" / "__init__.py").exists()
-
-
 def test_no_folder_holds_more_modules_than_a_reader_can_keep_in_mind():
     for folder in {path.parent for path in SOURCES}:
         modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= 14, f"{folder.relative_to(ROOT)}: {sorted(modules)}"
-
-
-QUESTIONS = {"That", "What", "Where", "Whether", "Which", "Who", "Whose"}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def test_docstrings_begin_with_a_noun_or_an_imperative():
-    for path in (*SOURCES, *UNPACKAGED):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
-        texts = {node.body[0].lineno: ast.get_docstring(node) for node in nodes if ast.get_docstring(node)}
-        begin = {f"{path.relative_to(ROOT)}:{line}": re.match(r"\w*", text)[0] for line, text in texts.items()}
-        assert not {place: word for place, word in begin.items() if word in QUESTIONS}

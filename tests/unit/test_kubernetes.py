@@ -82,22 +82,6 @@ def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
     assert waits_s + float(drains_s) + 10 <= pod["terminationGracePeriodSeconds"]
 
 
-def test_clients_have_another_token_than_the_controller():
-    workers, theirs = secret_behind("worker", "TOKEN_FILE"), secret_behind("worker", "CONTROLLER_TOKEN_FILE")
-    assert theirs == secret_behind("controller", "TOKEN_FILE") != workers
-    page = (DEPLOY.parent / "docs" / "guides" / "kubernetes.md").read_text()
-    for secret in (workers, theirs, "speclen-tls"):
-        assert f"| `{secret}` |" in page
-
-
-def secret_behind(kind, setting):
-    """Name of the secret that holds the file of a setting."""
-    pod, container = pod_and_container(kind)
-    (file,) = (each["value"] for each in container["env"] if each["name"] == f"SPECLEN_{kind.upper()}_{setting}")
-    (volume,) = (each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(Path(file).parent))
-    return next(each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == volume)
-
-
 def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
     """Kubernetes' gRPC probes know neither TLS nor tokens; what they reach is health alone."""
     (tmp_path / "token").write_text("0123456789abcdef\n")

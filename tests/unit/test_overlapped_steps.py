@@ -119,17 +119,6 @@ def test_callers_are_told_after_the_next_launch_or_at_once_when_there_is_none(ov
     assert events == ([*first, *last, "launch", "read", *step, *step, *last] if overlapped else step * 4)
 
 
-def test_what_a_grammar_waits_for_holds_nobody_s_tokens_back() -> None:
-    engine = make_engine(chooser=0, overlapped=True)
-    with events_of(engine) as events:
-        limits = {"max_tokens": 6, "ignore_eos": True}
-        engine.submit(replace(request("g", PROMPT, **limits), grammar=a_grammar()), lambda output: events.append("g"))
-        engine.submit(request("x", PROMPT, **limits), lambda output: events.append("x"))
-        while not engine.scheduler.is_idle or not events:
-            engine.step()
-    assert events[:12] == ["launch", "read", "g", "x"] * 3
-
-
 def fail(*args: object) -> NoReturn:
     raise MemoryError("no room")
 

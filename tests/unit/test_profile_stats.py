@@ -44,18 +44,6 @@ def test_survival_counts_a_full_run_as_censored() -> None:
     assert values == pytest.approx([15 / 20, 15 / 20 * 2 / 5])
 
 
-def test_survival_of_geometric_drafts_is_found_from_mixed_lengths() -> None:
-    """20,000 rows: the standard error of survival[3] is below 0.004; 0.02 is 5 of them."""
-    rng = np.random.default_rng(2)
-    histograms = {}
-    for length in (1, 2, 4):
-        runs = np.minimum(rng.geometric(0.4, 20_000) - 1, length)
-        histograms[length] = np.bincount(runs, minlength=length + 1).tolist()
-    values, _ = survival(histograms)
-    assert values == pytest.approx([0.6, 0.36, 0.216, 0.1296], abs=0.02)
-    assert values == sorted(values, reverse=True)
-
-
 def test_survival_without_speculation_is_empty_and_without_rows_zero() -> None:
     assert survival({}) == ([], [])
     assert survival({0: [50]}) == ([], [])

@@ -10,7 +10,7 @@ import pytest
 
 import speclen.worker.profiling.profiler
 from speclen.worker.backends.passes import StepRows
-from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
@@ -53,28 +53,6 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     for size in GRID.batch_sizes:
         times = [cell.step_s for cell in result.cells if cell.batch_size == size]
         assert times[0] < times[2]
-
-
-def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
-    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
-        if config.max_batch_size > 2:
-            raise MemoryError("the pool does not fit")
-        return Engine(pair, config, chooser)
-
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", build)
-    with profiler(pair) as running:
-        samples = running.run()
-    assert samples.largest_batch_size == 2
-    assert {key[0] for key in keys(samples)} == {1, 2}
-
-    def never(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
-        raise MemoryError("the pool does not fit")
-
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", never)
-    with pytest.raises(MemoryError):
-        profiler(pair)
 
 
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(

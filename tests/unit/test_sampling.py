@@ -79,29 +79,6 @@ def test_rejection_rule_reproduces_the_target_exactly(k: int, cap: int | None, z
                 assert begins == pytest.approx(expected, abs=1e-12), (prefix, reaching)
 
 
-def one_hot(token: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(token), VOCAB).double()
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("num_copied", [1, 2, 3])
-def test_copied_tokens_reproduce_the_target_exactly(num_copied: int, zeros: bool) -> None:
-    """A copied token is a draft of which nothing else could have been: every proposal of 3 tokens, of which the first are
-    copied and the rest drawn, gives each sequence of tokens the target's probability, to 1e-12."""
-    for seed, ids in enumerate(itertools.product(range(VOCAB), repeat=num_copied)):
-        target = random_probs(4, VOCAB, seed=seed, zeros=zeros)
-        draft = random_probs(3, VOCAB, seed=100 + seed, zeros=zeros)
-        for column, token in enumerate(ids):
-            draft[column] = one_hot(token)
-        outputs = output_distribution(target, draft, None)
-        assert sum(outputs.values()) == pytest.approx(1, abs=1e-12)
-        for length in range(1, 5):
-            for prefix in itertools.product(range(VOCAB), repeat=length):
-                begins = sum(p for output, p in outputs.items() if output[:length] == prefix)
-                head = sum(p for out, p in outputs.items() if len(out) >= length and out[: length - 1] == prefix[:-1])
-                assert begins == pytest.approx(head * float(target[length - 1, prefix[-1]]), abs=1e-12)
-
-
 def test_recovery_of_equal_distributions_is_the_target_itself() -> None:
     """A rejection there can only be a rounding error; the difference of the two would name no token at all."""
     probs = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])

@@ -59,14 +59,6 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
     connection.close()
 
 
-def test_floats_come_back_bit_by_bit(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    values = [0.1, 1 / 3, 5e-324, 2.0**-1074 * 3, 3599.9999999999995, 1e-7]
-    store_now(store, moment([6], reports=[report(n + 1, latency_s=value) for n, value in enumerate(values)]))
-    store.close()
-    assert [row[0] for row in rows(tmp_path / "s.db", "SELECT latency_s FROM step_reports")] == values
-
-
 def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
     store, connection = open_with_connection(tmp_path / "s.db")
     pragma = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in PRAGMAS}
@@ -258,19 +250,4 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
     assert "full" in str(answers[0])
     store = Store.open(store.path)
     assert store.load().workers[0].applied_seq == 1
-    store.close()
-
-
-def test_another_programs_write_lock_delays_a_commit_but_loses_nothing(tmp_path):
-    store, connection = open_with_connection(tmp_path / "s.db", small_config())
-    connection.execute("PRAGMA busy_timeout = 20")
-    other = sqlite3.connect(store.path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    answers: list[Exception | None] = []
-    store.submit(moment([1, 2]), answers.append)
-    wait_for(lambda: not store.health().ok)
-    assert "locked" in store.health().detail
-    other.execute("ROLLBACK")
-    other.close()
-    wait_for(lambda: answers == [None])
     store.close()

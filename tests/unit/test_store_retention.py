@@ -9,8 +9,8 @@ import pytest
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
-from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
-from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
+from speclen.store.retention import VACUUM_ABOVE_PAGES, Retention
+from tests.support.store_rows import NOW, context, decision, moment, report, rows, store_now
 
 DAY = 86400.0
 
@@ -53,31 +53,6 @@ def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
     assert store.load().last_group_id == 10
     store_now(store, moment([11], reports=[report(11, group_id=11)]))
     assert rows(store.path, "SELECT seq, report_id FROM step_reports") == [(11, 11)]
-    store.close()
-
-
-def test_a_lowered_limit_is_reached_in_steps(tmp_path):
-    many = 3 * EXTRA_ROWS_PER_COMMIT
-    store = Store.open(tmp_path / "s.db")
-    store_now(store, moment(range(1, many + 1)))
-    store.close()
-    store = open_with(tmp_path / "s.db", max_report_rows=10)
-    counts = []
-    for seq in range(many + 1, many + 5):
-        store_now(store, moment([seq], reports=[report(seq)]))
-        counts += rows(store.path, "SELECT count(*) FROM step_reports")[0]
-    store.close()
-    assert counts[0] > many - EXTRA_ROWS_PER_COMMIT - 10, "no single commit deletes them all"
-    assert counts[-1] == 10
-
-
-def test_minutes_of_prediction_error_go_with_age(tmp_path):
-    store = open_with(tmp_path / "s.db", max_prediction_days=2)
-    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
-    ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
-    store_now(store, moment([3], reports=ages))
-    minutes = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]
-    assert minutes == [(NOW - DAY) // 60 * 60, NOW // 60 * 60]
     store.close()
 
 

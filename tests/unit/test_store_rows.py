@@ -94,13 +94,6 @@ def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
     assert rows(store.path, "SELECT seq FROM step_reports ORDER BY report_id") == [(n,) for n in range(1, count + 1)]
 
 
-def test_an_arm_with_n_grams_has_a_row_of_its_own(store):
-    both = [estimate(2), estimate(2, ngram=True, step_s=0.5)]
-    assert store_now(store, Commit(contexts=[context()], arm_estimates=both)) is None
-    found = rows(store.path, "SELECT arm, step_s FROM arm_estimates ORDER BY ngram")
-    assert found == [("draft 2", 0.016), ("n-gram else draft 2", 0.5)]
-
-
 @pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
 def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
     row = estimate(arm.speculation_length, ngram=arm.ngram)

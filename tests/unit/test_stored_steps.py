@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speclen.controller.wire.stored import groups_of, profile_of, record_of, row_of
-from speclen.records import Arm, OutputEvaluation, ProfileCell, StepFlag, StepRecord
-from speclen.store.records import ProfileCellRow, ProfileRow, ReportRow
+from speclen.controller.wire.stored import record_of, row_of
+from speclen.records import Arm, OutputEvaluation, StepFlag, StepRecord
+from speclen.store.records import ReportRow
 
 counts = st.integers(0, 4096)
 lists = st.lists(counts, min_size=1, max_size=9).map(tuple)
@@ -37,26 +37,3 @@ def test_a_row_is_the_step_again(step):
     assert record_of(row) == step
     assert (row.group_id, row.context_id, row.worker_key, row.epoch, row.received_at) == (5, 3, 2, 7, 11.0)
     assert row.num_accepted_tokens == sum(run * count for run, count in enumerate(step.accepted_histogram))
-
-
-def test_rows_are_grouped_by_call():
-    step = StepRecord(1, 1, Arm(), 0.01, (1,))
-    rows = [
-        ReportRow(*row_of(step._replace(seq=seq), group, 1, group, 7, 0.0)) for group, seq in ((1, 1), (1, 2), (2, 9))
-    ]
-    assert [(each.group_id, each.worker_key, [one.seq for one in each.steps]) for each in groups_of(rows)] == [
-        (1, 1, [1, 2]),
-        (2, 2, [9]),
-    ]
-
-
-def test_a_profile_is_the_one_that_was_imported():
-    row = ProfileRow(1, 1, "test", True, (0.5,), (10,), 0, 0.0, (ProfileCellRow(4, 2, 0.01, 0.001, 50, 100.0),))
-    profile = profile_of(row)
-    assert profile.cells == (ProfileCell(4, 2, 0.01, 0.001, 50, 100.0),)
-    assert (profile.survival, profile.num_survival_rows, profile.as_prior, profile.source) == (
-        (0.5,),
-        (10,),
-        True,
-        "test",
-    )

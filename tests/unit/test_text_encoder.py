@@ -26,22 +26,6 @@ def test_ids_are_the_tokenizers(text: str) -> None:
     assert run(test) == tiny_models.tokenizer()(text)["input_ids"]
 
 
-def test_the_event_loop_goes_on_while_long_texts_are_encoded() -> None:
-    """On the loop, these two would let it turn a few times only; each takes more than half a second."""
-
-    async def test() -> int:
-        encoder = TextEncoder(tiny_models.tokenizer(), 10**7)
-        texts = [asyncio.create_task(encoder.encode("held up? " * 60_000, "a")) for _ in range(2)]
-        num_turns = 0
-        while not all(task.done() for task in texts):
-            await asyncio.sleep(0.001)
-            num_turns += 1
-        assert len({len(await task) for task in texts}) == 1
-        return num_turns
-
-    assert run(test) > 20
-
-
 class SlowTokenizer:
     """Takes until it is told."""
 

@@ -120,16 +120,6 @@ def test_a_step_that_skips_its_drafts_takes_other_time():
     assert StepFlag.CHANGED_ARM in skipped.flags
 
 
-def test_a_step_without_tokens_is_nobodys_time():
-    steps = Steps("a")
-    steps.step()
-    empty = steps.schedule(num_scheduled_tokens={})
-    assert steps.end(empty, took_s=5.0) is None
-    record = steps.step()
-    assert record is not None
-    assert record.latency_s == pytest.approx(0.01)
-
-
 def test_a_step_without_tokens_does_not_cut_the_one_in_flight():
     steps = Steps("a", Traits(overlapped=True))
     first, second = steps.schedule(), steps.schedule()
