@@ -186,25 +186,6 @@ def test_the_first_step_of_another_length_is_flagged_where_the_backend_takes_lon
 # Joining, leaving, refusing.
 
 
-def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
-    engine = make_engine()
-    collected = Collected()
-    engine.submit(request("good", PROMPT, max_tokens=8, ignore_eos=True), collected)
-    for bad, field in (
-        (request("bad", []), "prompt"),
-        (request("bad", PROMPT, temperature=float("nan")), "temperature"),
-        (request("bad", [*PROMPT, 320]), "prompt token 320"),
-        (request("bad", PROMPT, n=10**9), "n is"),
-        (request("good", PROMPT), "request_id"),
-        (request("bad", PROMPT, fixed_length=9), "speculation.length"),
-    ):
-        with pytest.raises(ValueError, match=field):
-            engine.submit(bad, collected)
-    finish(engine)
-    assert len(collected.ids("good")) == 8
-    assert set(collected.outputs) == {("good", 0)}
-
-
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])
 def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
     engine = make_engine(max_batch_size=1 if moment == "waiting" else 4, prefill_chunk=4)

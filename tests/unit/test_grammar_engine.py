@@ -106,27 +106,6 @@ def test_greedy_output_is_what_the_target_alone_may_write(prepared: Any) -> None
     assert num_accepted > 100, "drafts that are always rejected would prove nothing"
 
 
-def test_ends_stops_and_limits(prepared: Any) -> None:
-    """ignore_eos goes on while the grammar does; a stop string cuts; max_tokens may end it in the middle."""
-    choice, letters = prepared("choice", ["the target"]), prepared("regex", "[ab]*")
-    requests = [
-        structured("whole", choice, [5, 6], max_tokens=50, ignore_eos=True, min_tokens=40),
-        structured("stop", choice, [5, 6], max_tokens=50, stop=("tar",)),
-        structured("cut", choice, [5, 6], max_tokens=3),
-        structured("on", letters, [5, 6], max_tokens=30, ignore_eos=True),
-    ]
-    collected = engines.generate(engines.make_engine(chooser=3), *requests)
-    assert [collected.text(one.request_id) for one in requests[:2]] == ["the target", "the "]
-    assert [collected.reason(one.request_id) for one in requests] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-        FinishReason.LENGTH,
-    ]
-    assert "the target".startswith(collected.text("cut"))
-    assert collected.last("on").num_completion_tokens == 30
-
-
 class LenientMatcher:
     """Allows every token, slowly if it is to, and fails after some."""
 

@@ -19,17 +19,6 @@ def test_pauses_of_the_machine_do_not_move_the_time() -> None:
     assert (cell.num_steps, cell.mean_context_length) == (60, 50.0)
 
 
-def test_steps_of_one_visit_do_not_make_each_other_certain() -> None:
-    """400 cells of 12 visits of 3 steps, whose moment of the machine they share: 8% of it, 2% of their own. Intervals of
-    95% cover about 90% (normal, not t, and a median); taken for 36 steps on their own, two thirds."""
-    rng, covered = np.random.default_rng(2), 0
-    for _ in range(400):
-        values = 0.02 * (1 + 0.08 * np.repeat(rng.standard_normal(12), 3) + 0.02 * rng.standard_normal(36))
-        cell = measured_cell((1, 0), [(value, 50.0, at // 3) for at, value in enumerate(values)])
-        covered += abs(cell.step_s - 0.02) <= 1.96 * cell.step_s_stderr
-    assert 330 <= covered <= 396
-
-
 @pytest.mark.parametrize("num_visits", [1, 2])
 def test_few_visits_are_taken_for_uncertain(num_visits: int) -> None:
     cell = measured_cell((1, 0), [(0.01, 50.0, visit) for visit in range(num_visits)])

@@ -140,20 +140,6 @@ def test_cuts_equal_those_made_by_hand(top_k: int, top_p: float, min_p: float) -
         assert got[row, column].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_rows_keep_their_own_settings() -> None:
-    logits = torch.randn(1, 1, 20, generator=torch.Generator().manual_seed(5)).repeat(3, 1, 1)
-    probs = distribution(
-        logits,
-        torch.tensor([0.0, 1.0, 1.0]),
-        torch.tensor([0, 2, 0]),
-        torch.tensor([1.0, 1.0, 1.0]),
-        torch.tensor([0.0, 0.0, 0.0]),
-    )
-    assert [(row > 0).sum().item() for row in probs] == [1, 2, 20]
-    assert probs[0].argmax() == logits[0].argmax()
-    torch.testing.assert_close(probs[2], torch.softmax(logits[2], -1))
-
-
 @pytest.mark.parametrize("temperature", [1e-45, 1e-20, 1e-4, 100.0])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = torch.tensor([[[1e4, -1e4, 0.0, 1e4 - 1]]])

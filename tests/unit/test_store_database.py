@@ -29,7 +29,6 @@ from tests.support.store_rows import (
     report,
     rows,
     store_now,
-    system_sqlite_rows,
     worker,
 )
 
@@ -121,20 +120,6 @@ def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_p
             Store.open(second)
     else:
         Store.open(second).close()
-
-
-def test_readers_see_commits_while_the_writer_goes_on_and_cannot_write(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    store_now(store, moment([1, 2, 3], arm_estimates=[estimate(2, is_best=True)]))
-    reader = connect_reader(store.path)
-    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 3
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader.execute("DELETE FROM step_reports")
-    store_now(store, moment([4], reports=[report(4)]))
-    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 4
-    assert system_sqlite_rows(store.path, "SELECT is_best FROM learned_table") == [(1,)]
-    reader.close()
-    store.close()
 
 
 @pytest.mark.parametrize("damage", ["no database", "first page", "table page"])

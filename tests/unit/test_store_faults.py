@@ -151,17 +151,6 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
     again.close()
 
 
-def test_a_database_without_its_note_is_taken_as_it_is(tmp_path):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    assert store_now(store, moment([1])) is None
-    store.close()
-    lock_path(path).write_text("12345\n")  # as an older version wrote it
-    store = Store.open(path)
-    assert store.num_commits_missing == 0
-    store.close()
-
-
 REFUSED = [
     {"workers": [worker(2, num_missing=2**64)]},
     {"workers": [worker(-1)]},

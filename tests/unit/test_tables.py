@@ -38,22 +38,6 @@ def test_each_range_has_a_line_under_the_name_of_its_context(database):
     assert age.removesuffix("m").isdigit()  # how long ago depends on when the fixture was written
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_widest_line_fits_into_the_terminal(tmp_path, columns):
-    store = Store.open(tmp_path / "s.db")
-    wide = {"ngram": True, "num_steps": 10**7, "ms_per_token_low": 123.0, "ms_per_token_high": 234.0}
-    arms = [estimate(length, 1024, 4096, step_s=0.3 + length / 1e6, **wide) for length in range(60, 65)]
-    plain = estimate(0, 1024, 4096, step_s=3.0, expected_tokens=1.0)
-    arms[2] = arms[2]._replace(is_best=True, ms_per_token_low=170.0, ms_per_token_high=200.0)
-    assert store_now(store, Commit(contexts=[context()], arm_estimates=[*arms, plain])) is None
-    store.close()
-    shown = run("--db", str(tmp_path / "s.db"), columns=columns)
-    assert "1024-4096 n-gram else draft 62" in " ".join(shown.split())
-    assert "10M" in shown
-    assert max(map(len, shown.splitlines())) <= columns
-    assert "…" not in shown
-
-
 def test_json_is_the_rows_of_the_view(database):
     expected = rows(database, "SELECT * FROM choices")
     assert len(expected) == 2
