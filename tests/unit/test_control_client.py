@@ -1,16 +1,12 @@
 """A step never waits for the controller, no report is lost between the two, and a probe is used once."""
 
 import asyncio
-import functools
 from dataclasses import replace
 
 import grpc
 from grpc import aio
-from structlog.testing import capture_logs
 
-import speclen.transport.supervision
 from speclen.records import Arm, StepFlag
-from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.arm_chooser import ArmChoice
@@ -171,36 +167,6 @@ def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
     with_controller(controller, scenario)
     assert controller.epochs[:2] == [1, 1001]
     assert set(controller.epochs[2:]) == {1001}
-
-
-def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkeypatch):
-    """Story: gRPC cancelled the call without a word, and the worker reported nothing any more, for as long as it lived."""
-    monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
-    controller, rightly, errors = FakeController(), control_stream.to_report, [RuntimeError("a mistake")]
-
-    def wrongly(record):
-        if errors:
-            raise errors.pop()
-        return rightly(record)
-
-    monkeypatch.setattr(control_stream, "to_report", wrongly)
-
-    async def scenario():
-        server, address = await start(controller)
-        supervisor, control = Supervisor(), client()
-        supervisor.keep("reporting", functools.partial(control.run, address))
-        await until(lambda: control.connected)
-        control.report(step())
-        await until(lambda: not control.buffer)
-        assert supervisor.num_failures == {"reporting": 1}
-        await supervisor.stop()
-        await server.stop(None)
-
-    with capture_logs() as logs:
-        asyncio.run(scenario())
-    assert controller.seqs == [1]
-    (told,) = [entry["reason"] for entry in logs if entry["event"].startswith("a part has ended")]
-    assert told.startswith("RuntimeError: a mistake")
 
 
 def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():

@@ -1,4 +1,4 @@
-"""Deployments: manifests that Kubernetes takes, settings, ports and metrics that exist, and secrets only for their readers."""
+"""Deployments: manifests that Kubernetes takes, settings and ports that exist, and secrets only for their readers."""
 
 import asyncio
 import dataclasses

@@ -16,22 +16,6 @@ from tests.support.engines import Arms, Collected, finish, generate, make_engine
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 
-def told_by(length: int) -> list[float]:
-    chooser = Arms(Arm(length))
-    engine = make_engine(chooser=chooser, max_batch_size=2)
-    generate(engine, *(request(str(at), PROMPT, max_tokens=12 + 6 * at, ignore_eos=True) for at in range(4)))
-    return [record.draft_prefill_s for record in chooser.records]
-
-
-def test_a_worker_tells_what_the_drafts_prompts_took_once() -> None:
-    """Prefill of an iteration in which no row decodes counts with the next step; none where nothing is drafted."""
-    told = told_by(3)
-    assert told[0] > 0.0  # two prompts came before it
-    assert 2 <= sum(seconds > 0.0 for seconds in told) <= 4
-    assert sum(told) < 60.0
-    assert not any(told_by(0)[1:])  # before the first choice it is thought to draft
-
-
 def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
     """Story: the draft was fed prompts where the step before had drafted, and a request's last step often does not."""
     chooser = Arms(Arm(3))

@@ -5,24 +5,21 @@ import pytest
 from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import best_arm, play
-from speclen.bench.simulation.worlds.vllm_h200 import PROBE_STEPS, VllmH200
-from speclen.records import Arm, Probe
+from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
+from speclen.records import Arm
 
 WORLDS = [VllmH200, OwnH200]
 
 
 class Watcher(Constant):
-    """A constant arm with a probe of PROBE_STEPS whenever one may begin."""
+    """A constant arm."""
 
-    def __init__(self, arm, probed=None):
+    def __init__(self, arm):
         super().__init__(arm)
-        self.probed, self.records = probed, []
+        self.records = []
 
     def observe(self, records):
         self.records += records
-
-    def probe_for(self, batch_size):
-        return None if self.probed is None else Probe(1, batch_size, batch_size + 1, self.probed, PROBE_STEPS)
 
 
 class Oracle(Constant):
