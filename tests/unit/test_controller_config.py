@@ -37,15 +37,3 @@ def test_the_defaults_are_the_documented_ones():
 def test_what_cannot_work_is_named(options, flag):
     with pytest.raises(ValueError, match=flag):
         ControllerConfig(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"listen": "0.0.0.0:7070", "insecure": True},
-        {"listen": "0.0.0.0:7070", "tls_cert": Path("c"), "tls_key": Path("k"), "token_file": Path("t")},
-        {"listen": "0.0.0.0:7070", "tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")},
-    ],
-)
-def test_what_is_protected_may_listen_anywhere(options):
-    assert ControllerConfig(**options).listen == options["listen"]

@@ -37,6 +37,7 @@ from tests.support.store_rows import (
     store_now,
     worker,
 )
+from tests.support.waiting import until
 
 
 def test_what_was_committed_is_there_after_reopening(tmp_path):
@@ -195,13 +196,6 @@ def make_room(connection: Connection) -> None:
     connection.execute("PRAGMA max_page_count = 1000000")
 
 
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     store, connection = open_with_connection(tmp_path / "s.db", small_config())
     store_now(store, moment([1], arm_estimates=[estimate()]))
@@ -210,7 +204,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     for first in range(2, 5002, 500):
         store.submit(moment(range(first, first + 500)), answers.append)
         time.sleep(0.01)
-    wait_for(lambda: store.health().num_failures >= 3)
+    until(lambda: store.health().num_failures >= 3)
     health = store.health()
     assert not health.ok
     assert "full" in health.detail
@@ -218,7 +212,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     assert answers == [], "nothing is durable, so nothing is answered"
     assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)], "a failed commit leaves no trace"
     make_room(connection)
-    wait_for(lambda: len(answers) == 10)
+    until(lambda: len(answers) == 10)
     assert answers == [None] * 10
     assert store.health().ok
     assert rows(store.path, "SELECT seq FROM step_reports") == [(seq,) for seq in range(1, 5002)]
@@ -233,7 +227,7 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
     fill_up(connection)
     answers: list[Exception | None] = []
     store.submit(moment(range(2, 2000)), answers.append)
-    wait_for(lambda: not store.health().ok)
+    until(lambda: not store.health().ok)
     started = time.monotonic()
     store.close(timeout_s=0.3)
     assert time.monotonic() - started < 10.0

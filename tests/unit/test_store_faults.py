@@ -20,13 +20,7 @@ from speclen.store.files import StoreGoneError, lock_path
 from speclen.store.records import Commit, StateRow
 from speclen.store.retention import Retention
 from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
-
-
-def wait_until(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
@@ -114,7 +108,7 @@ def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
 
     monkeypatch.setattr("speclen.store.database.write", fail)
     assert "no memory" in str(store_now(store, moment([1])))
-    wait_until(lambda: not store.health().alive)
+    until(lambda: not store.health().alive)
     with pytest.raises(StoreError, match="no memory"):
         store.submit(moment([2]), lambda error: None)
     store.close()
@@ -184,13 +178,13 @@ def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
         other.execute("BEGIN IMMEDIATE")
         bad = Commit(workers=[worker(2**64)], reports=[report(1)])
         store.submit(bad, lambda error: outcomes.update(bad=error))
-        wait_until(lambda: not store.health().ok)
+        until(lambda: not store.health().ok)
         others = {"worker_key": 2, "context_id": 2}
         good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)])
         store.submit(good, lambda error: outcomes.update(good=error))
-        wait_until(lambda: store.health().num_pending_commits == 2)
+        until(lambda: store.health().num_pending_commits == 2)
         other.execute("ROLLBACK")
-    wait_until(lambda: len(outcomes) == 2)
+    until(lambda: len(outcomes) == 2)
     assert outcomes["good"] is None
     assert "refuses" in str(outcomes["bad"])
     assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
@@ -238,7 +232,7 @@ def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm)
     assert store_now(store, moment([3001])) is None  # and there is something in the WAL
     assert store.health().alive
     harm(path.with_name(path.name + suffix), backup)
-    wait_until(lambda: not store.health().alive)
+    until(lambda: not store.health().alive)
     assert "cut short" in store.health().detail or "written over" in store.health().detail
     with pytest.raises(StoreGoneError):
         store.submit(moment([99_999]), lambda error: None)
