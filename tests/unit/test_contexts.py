@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from speclen.records import Arm
+from speclen.worker.backends.check import inspect_layers
+from speclen.worker.backends.torch.attention import install
+from speclen.worker.backends.torch.llama import FIRST_POSITIONS, rewrite
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
 from tests.support import engines, tiny_models
@@ -88,3 +91,18 @@ def test_a_billion_positions_cost_no_more_than_what_is_served(
     assert found == generate(make_engine(make_pair(), 0), wanted).ids("x")
     assert engine.max_context_length < 10**9
     assert [one for one in caplog.records if "sequences may hold" in one.message]
+
+
+def test_angles_are_there_for_every_position_that_occurs() -> None:
+    model = tiny_models.build("llama", max_position_embeddings=4 * FIRST_POSITIONS)
+    shapes = inspect_layers(model, "llama")
+    install(model)
+    decoder = rewrite(model, shapes, 4 * FIRST_POSITIONS)
+    assert decoder is not None
+    assert len(decoder.angles) == FIRST_POSITIONS
+    for position, reached in ((FIRST_POSITIONS - 1, 1), (FIRST_POSITIONS, 2), (4 * FIRST_POSITIONS - 1, 4)):
+        decoder.reach(torch.tensor([[0, position]]))
+        assert len(decoder.angles) == reached * FIRST_POSITIONS
+    positions = torch.arange(4 * FIRST_POSITIONS)[None]
+    cos, _ = model.model.rotary_emb(torch.zeros(1), positions)
+    assert torch.equal(decoder.angles[:, 0], cos[0])

@@ -57,6 +57,27 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
     assert set(shown) == {REPLACEMENT}
 
 
+@pytest.mark.parametrize("num_output", [0, 1, 2])
+def test_half_a_character_at_the_end_of_the_prompt_is_not_the_outputs(num_output: int) -> None:
+    half = tiny_models.tokenizer().encode("a🙂")[:-1]
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), half)
+    output = tiny_models.tokenizer().encode("bc")[:num_output]
+    assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
+
+
+def test_half_a_character_of_byte_tokens_is_not_the_outputs_and_what_is_before_it_neither() -> None:
+    decode = make_decode(sentencepiece_style(), True)
+    prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
+    assert Detokenizer(decode, prompt).push([1]) == " the"
+    assert Detokenizer(decode, prompt).push([5 + byte for byte in "🙂".encode()[-2:]]) == "🙂"
+
+
+def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
+    """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
+    prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
+    assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
+
+
 def with_special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens({"eos_token": "</s>"})
     return tokenizer

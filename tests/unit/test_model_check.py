@@ -82,6 +82,16 @@ def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: di
         inspect_layers(other_family(family, **settings), "model")
 
 
+@pytest.mark.parametrize(("family", "settings"), [("phimoe", PHIMOE), ("olmoe", OLMOE)])
+def test_windows_too_long_to_be_run_must_at_least_agree(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
+    model = other_family(family, **settings)
+    with pytest.raises(ModelError, match=f"the window of 64 tokens in its configuration .* of {family} do disagree"):
+        check_model(cached(private_copy(model)), model, "model")
+
+
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
 def test_windows_that_are_masked_and_handed_on_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}

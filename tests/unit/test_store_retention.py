@@ -10,7 +10,7 @@ from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
 from speclen.store.retention import VACUUM_ABOVE_PAGES, Retention
-from tests.support.store_rows import NOW, context, decision, moment, report, rows, store_now
+from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
 
 DAY = 86400.0
 
@@ -53,6 +53,16 @@ def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
     assert store.load().last_group_id == 10
     store_now(store, moment([11], reports=[report(11, group_id=11)]))
     assert rows(store.path, "SELECT seq, report_id FROM step_reports") == [(11, 11)]
+    store.close()
+
+
+def test_minutes_of_prediction_error_go_with_age(tmp_path):
+    store = open_with(tmp_path / "s.db", max_prediction_days=2)
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
+    ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
+    store_now(store, moment([3], reports=ages))
+    minutes = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]
+    assert minutes == [(NOW - DAY) // 60 * 60, NOW // 60 * 60]
     store.close()
 
 
