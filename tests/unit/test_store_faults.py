@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from speclen.store.connection import CorruptStoreError, StoreError, connect_read
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
-from speclen.store.records import Commit, StateRow
+from speclen.store.records import Commit
 from speclen.store.retention import Retention
 from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
 from tests.support.waiting import until
@@ -145,29 +144,6 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
     again.close()
 
 
-REFUSED = [
-    {"workers": [worker(2, num_missing=2**64)]},
-    {"workers": [worker(-1)]},
-    {"states": [StateRow("t", "d", b"", 1.0)]},
-    {"contexts": [context(max_batch_size=0)]},
-]
-
-
-@pytest.mark.parametrize("changes", REFUSED)
-def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
-    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
-    store = Store.open(tmp_path / "s.db")
-    assert store_now(store, moment([1])) is None
-    error = store_now(store, moment([1, 2], **changes))
-    assert "refuses" in str(error)
-    assert not store.health().ok
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
-    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
-    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
-    assert store.health().ok
-    store.close()
-
-
 def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     """Both wait for another program's lock, so they are of one transaction."""
     store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
@@ -276,20 +252,6 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
     store.close()
-
-
-def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
-    """Every commit threw away all reports but the newest, until the controller was started again."""
-    right = time.time()
-    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
-    store = Store.open(tmp_path / "s.db")
-    monkeypatch.setattr(time, "time", lambda: right)
-    for seq in (1, 2, 3):
-        commit = moment([seq])
-        commit.reports = [report._replace(received_at=right) for report in commit.reports]
-        assert store_now(store, commit) is None
-    store.close()
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("what", ["schema", "column", "line end"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -97,3 +98,17 @@ def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
 def test_a_retention_that_keeps_nothing_is_refused(changes):
     with pytest.raises(ValueError, match="positive number"):
         Retention(**changes)
+
+
+def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
+    """Every commit threw away all reports but the newest, until the controller was started again."""
+    right = time.time()
+    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr(time, "time", lambda: right)
+    for seq in (1, 2, 3):
+        commit = moment([seq])
+        commit.reports = [report._replace(received_at=right) for report in commit.reports]
+        assert store_now(store, commit) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]

@@ -169,3 +169,26 @@ def test_a_row_is_the_step_again(step):
     assert record_of(row) == step
     assert (row.group_id, row.context_id, row.worker_key, row.epoch, row.received_at) == (5, 3, 2, 7, 11.0)
     assert row.num_accepted_tokens == sum(run * count for run, count in enumerate(step.accepted_histogram))
+
+
+REFUSED = [
+    {"workers": [worker(2, num_missing=2**64)]},
+    {"workers": [worker(-1)]},
+    {"states": [StateRow("t", "d", b"", 1.0)]},
+    {"contexts": [context(max_batch_size=0)]},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
+    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1])) is None
+    error = store_now(store, moment([1, 2], **changes))
+    assert "refuses" in str(error)
+    assert not store.health().ok
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
+    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
+    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
+    assert store.health().ok
+    store.close()
