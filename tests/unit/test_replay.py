@@ -1,4 +1,4 @@
-"""Stored reports give the stored decisions again, to the last bit, and the costs of other policies."""
+"""A replay of reports makes the same decisions, to the last bit, and tells the costs of other policies."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ def history(rounds: int = 40) -> tuple[list, list[tuple[int, Decision]]]:
         estimator.take_probe(KEY, "worker-1", size, WIDER)  # leaves no trace in decisions
         events.append(GroupObserved(number, KEY, "worker-1", group))
     return events, made
+
+
+def test_a_replay_makes_the_same_decisions():
+    events, made = history()
+    assert replay(events).decisions == made
+    assert len(made) > 2
 
 
 def test_another_policy_would_have_cost():
