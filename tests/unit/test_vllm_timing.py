@@ -213,29 +213,20 @@ def test_the_rule(changes, flags):
     assert overlap_flags(before, step, following) == flags
 
 
-def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable():
-    queue = Queue(MACHINES["host-bound"])
+@pytest.mark.parametrize(
+    ("name", "timed", "usable"),
+    [("host-bound", False, "---++++++++-" + "-++"), ("device-bound", True, "--+++++++++-" + "-+")],
+)
+def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable(name, timed, usable):
+    """With the device's clock a record comes with the next result."""
+    queue = Queue(MACHINES[name], timed)
     queue.run([ArmChoice(Arm(3))] * 12)
     while queue.in_flight:
         queue.take()
     queue.now_ms += 500.0  # nobody asked for anything
     queue.run([ArmChoice(Arm(3))] * 4)
-    usable = [not each.flags for each in queue.records]
-    assert usable[:12] == [False] * 3 + [True] * 8 + [False]
-    assert usable[12:] == [False, True, True], "the first one found an empty queue"
-    assert max(each.latency_s for each in queue.records) < 0.1, "the wait is nobody's time"
-
-
-def test_with_the_devices_clock_a_record_comes_with_the_next_result():
-    queue = Queue(MACHINES["device-bound"], timed=True)
-    queue.run([ArmChoice(Arm(3))] * 12)
-    assert len(queue.records) == 10, "of 11 results"
-    while queue.in_flight:
-        queue.take()
-    queue.now_ms += 500.0  # nobody asked for anything
-    queue.run([ArmChoice(Arm(3))] * 4)
-    usable = [not each.flags for each in queue.records]
-    assert usable == [False] * 2 + [True] * 9 + [False, False, True], "none before, none behind, an empty queue"
+    assert "".join("-+"[not each.flags] for each in queue.records) == usable
+    assert max(each.latency_s for each in queue.records if not each.flags) < 0.1, "the wait is nobody's time"
 
 
 @pytest.mark.parametrize(
