@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from speclen.records import PLAIN, Arm, Limits, StepRecord
 from speclen.v1 import control_pb2 as pb
@@ -36,10 +37,10 @@ class FakeEngine:
         return Load()
 
 
-def worker_metrics() -> WorkerMetrics:
-    """Metrics of a worker with fixed counts."""
+def worker_metrics(engine: Any = None) -> WorkerMetrics:
+    """Metrics of a worker with this engine, or one of fixed counts."""
     card = WorkerCard("w", 1, pb.ContextKey(), Limits(4, 2, ngram=True), "127.0.0.1:1", "adaptive")
     control = ControlClient(card, ArmTable.constant(Arm(2, ngram=True), card.limits, "default"), follow=True)
     control.report(StepRecord(0, 3, Arm(2), 0.01, (1, 0, 2), 10.0))
     control.report(StepRecord(0, 3, PLAIN, 0.01, (3,), 10.0))
-    return WorkerMetrics(FakeEngine(), control)  # type: ignore[arg-type]
+    return WorkerMetrics(engine or FakeEngine(), control)

@@ -43,22 +43,6 @@ def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
     assert words[5] == "The choice last changed (yesterday) from nothing to 'draft 3': it was better."
 
 
-@pytest.mark.parametrize(
-    ("rival", "words"),
-    [
-        (row(PLAIN, 10.0, spread=0.01), "their intervals do not overlap"),
-        (row(PLAIN, 8.1), "so this may still change"),
-        (row(PLAIN, 7.9), "'plain' needs 7.9 ms, 1.2% less: under 0.5%"),
-    ],
-)
-def test_a_rival_is_told_by_its_interval(rival, words):
-    assert words in in_words(explain("somewhere", [rival, row(DRAFT, 8.0, True, spread=0.02)], 3))[2]
-
-
-def test_one_arm_has_no_rival():
-    assert "There is no other arm to select." in in_words(explain("somewhere", [row(PLAIN, 8.0, True)], 3))
-
-
 @pytest.mark.parametrize("rows", [[], [row(PLAIN, 8.0)], [row(PLAIN, 8.0, True, batch_max=3)]])
 def test_a_batch_size_without_an_arm_in_use_is_refused(rows):
     with pytest.raises(ValueError, match="nothing is known about batch size 4 yet"):

@@ -59,29 +59,6 @@ async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
     assert requests.fair_queue.num_waiting == 4
 
 
-async def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
-    requests = Requests(FairQueue(1, 10))
-    await requests.come("a1", "a2", "a3", "a4")
-    gone = asyncio.create_task(requests.go("a1"))
-    await asyncio.sleep(0)  # a1 leaves next
-    requests.tasks["a2"].cancel()
-    requests.tasks["a3"].cancel()
-    await gone
-    assert requests.entered == ["a1", "a4"], "nobody else leaves, so it would wait for ever"
-
-
-async def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
-    requests = Requests(FairQueue(1, 3))
-    await requests.come("a1", "a2", "a3", "a4")
-    coming = asyncio.create_task(requests.come("b1"))
-    await asyncio.sleep(0)  # b1 begins next
-    requests.tasks["a4"].cancel()
-    await coming
-    await asyncio.sleep(0)
-    assert not requests.tasks["b1"].done(), "it is to wait"
-    assert requests.fair_queue.num_waiting == 3
-
-
 async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
     """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
 
@@ -148,17 +125,6 @@ async def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
         await requests.fair_queue.enter("a", patience_s=1.5)
     await requests.come("a2")
     assert requests.fair_queue.num_waiting == 1
-
-
-async def test_how_long_requests_stay_is_learned() -> None:
-    fair_queue = FairQueue(1, 100)
-    assert fair_queue.expected_wait_s("a") == 0.0
-    async with fair_queue.turn("a"):
-        assert fair_queue.expected_wait_s("a") == 0.0, "nothing is known yet"
-        await asyncio.sleep(0.02)
-    async with fair_queue.turn("a"):
-        assert 0.02 <= fair_queue.expected_wait_s("a") < 1.0
-    assert fair_queue.expected_wait_s("a") == 0.0, "a place is free"
 
 
 async def test_what_is_inside_with_another_sequence_is_neither_refused_nor_pushed_out() -> None:

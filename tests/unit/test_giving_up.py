@@ -95,24 +95,6 @@ async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None
             assert (await again)[-1].complete.usage.completion_tokens == 3
 
 
-async def test_requests_that_were_given_up_take_no_place_in_the_queue_of_others() -> None:
-    """They gave up their turn before the engine let go of them, and whoever came then found its inbox full."""
-
-    async with served(rows=2, max_waiting=4) as at:
-        with held(at.engine) as go_on:
-            for _ in range(12):
-                call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS))
-                await until(lambda: at.async_engine.num_open > 0)
-                await asyncio.sleep(0.02)
-                call.cancel()
-            honest = asyncio.create_task(at.all(tokenized(1, sampling_params=pb.SamplingParams(max_tokens=3))))
-            await asyncio.sleep(0.1)
-            assert not honest.done()
-            go_on.set()
-            assert (await honest)[-1].complete.usage.completion_tokens == 3
-        await until(lambda: at.async_engine.num_open == 0)
-
-
 @pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
 async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
     async with served(rows=1) as at:

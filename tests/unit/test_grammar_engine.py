@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, RandomLengths
-
-BUNDLED = Path(__file__).parents[2] / "worker" / "bundled" / "target"
 
 
 @pytest.fixture(scope="module")
@@ -109,27 +106,6 @@ def test_greedy_output_is_what_the_target_alone_may_write(prepared: Any) -> None
     assert num_accepted > 100, "drafts that are always rejected would prove nothing"
 
 
-def test_ends_stops_and_limits(prepared: Any) -> None:
-    """ignore_eos goes on while the grammar does; a stop string cuts; max_tokens may end it in the middle."""
-    choice, letters = prepared("choice", ["the target"]), prepared("regex", "[ab]*")
-    requests = [
-        structured("whole", choice, [5, 6], max_tokens=50, ignore_eos=True, min_tokens=40),
-        structured("stop", choice, [5, 6], max_tokens=50, stop=("tar",)),
-        structured("cut", choice, [5, 6], max_tokens=3),
-        structured("on", letters, [5, 6], max_tokens=30, ignore_eos=True),
-    ]
-    collected = engines.generate(engines.make_engine(chooser=3), *requests)
-    assert [collected.text(one.request_id) for one in requests[:2]] == ["the target", "the "]
-    assert [collected.reason(one.request_id) for one in requests] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-        FinishReason.LENGTH,
-    ]
-    assert "the target".startswith(collected.text("cut"))
-    assert collected.last("on").num_completion_tokens == 30
-
-
 class LenientMatcher:
     """Allows every token, slowly if it is to, and fails after some."""
 
@@ -184,26 +160,6 @@ def test_a_grammar_that_fails_ends_its_own_request(length: int, penalty: float) 
     assert error.endswith("the grammar cannot be followed any further: too complex")
     assert collected.last("bad").is_callers
     assert collected.ids("a") == alone.ids("a")
-
-
-def test_a_grammar_of_which_a_mask_takes_long_is_ended(prepared: Any) -> None:
-    """Story: 33 characters, and steps of all rows took seconds: what is looked at grows with the square of the output."""
-    text = (BUNDLED / "tokenizer.json").read_text()
-    matching = trial.make_tokenizer(text, None, [tiny_models.EOS_ID])
-    grammar = source.source(StructuredOutput("grammar", 'start: start start | "a" | ""', ""))
-    matcher = trial.make_matcher(matching, grammar)
-    letter, num_read = matching.tokenize_str("a")[0], 0
-    while not matcher.is_error() and num_read < 1000:
-        matcher.compute_bitmask()
-        num_read += matcher.consume_token(letter)
-    assert 100 < num_read < 500
-    assert "Too many items (limit 2000" in matcher.get_error()
-    properties = {f"property {number}": {"type": "string"} for number in range(150)}
-    usual = prepared("json_schema", {"type": "object", "properties": properties, "additionalProperties": False})
-    assert (
-        engines.generate(engines.make_engine(chooser=2), structured("b", usual, [3], max_tokens=60)).last("b").error
-        is None
-    )
 
 
 def test_a_grammar_whose_masks_are_slow_gets_no_drafts() -> None:

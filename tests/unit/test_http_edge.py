@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,16 +126,6 @@ def test_a_body_that_cannot_be_read_is_told_why(content, headers, status, words)
     assert words in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny", "/version", "/metrics", "/openapi.json"])
-def test_head_is_answered_as_get(path):
-    edge = Edge()
-    got, head = edge.ask("GET", path), edge.ask("HEAD", path)
-    assert head.status_code == got.status_code
-    assert head.headers["content-type"] == got.headers["content-type"]
-    described = json.loads(edge.ask("GET", "/openapi.json").content)
-    assert not [path for path, operations in described["paths"].items() if "head" in operations]
-
-
 async def streams(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for piece in (b"data: 1\n\n", b"data: 2\n\n"):
@@ -166,9 +155,3 @@ def test_a_client_of_http_1_0_gets_no_chunks(app, body):
     assert "transfer-encoding" not in head
     assert "connection: close" in head
     assert got == body
-
-
-def test_a_client_of_http_1_1_gets_chunks():
-    head, got = asyncio.run(exchange(streams, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"))
-    assert "transfer-encoding: chunked" in head
-    assert got.startswith(b"9\r\ndata: 1\n\n\r\n")

@@ -1,8 +1,6 @@
 """A mark becomes durable only after the commit that holds every report up to it; nothing waits for the disk."""
 
 import asyncio
-import contextlib
-import time
 
 import pytest
 
@@ -136,20 +134,6 @@ def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits
 
 
 @story
-async def test_lag_is_the_age_of_the_oldest_change_that_is_not_on_disk(parts):
-    worker = parts.worker()
-    parts.journal.commit()
-    await parts.store.land(0)
-    assert parts.journal.lag_s() == 0.0
-    parts.send(worker, 1)
-    parts.journal.commit()
-    parts.clock.now += 2.5
-    assert parts.journal.lag_s() == 2.5
-    await parts.store.land(1)
-    assert parts.journal.lag_s() == 0.0
-
-
-@story
 async def test_the_end_waits_for_the_disk_but_not_for_ever(parts):
     parts.send(parts.worker(), 1)
     assert not await parts.journal.finish(0.05)
@@ -157,20 +141,6 @@ async def test_the_end_waits_for_the_disk_but_not_for_ever(parts):
     await asyncio.sleep(0.01)
     await parts.store.land(0)
     assert await finishing
-
-
-@story
-async def test_expensive_commits_stretch_the_interval_instead_of_the_loop(parts):
-    worker, rows = parts.worker(), parts.estimator.rows
-    parts.journal.interval_s = 0.001
-    parts.estimator.rows = lambda key: time.sleep(0.05) or rows(key)
-
-    async def settle() -> None:
-        parts.journal.note_worker(worker)
-
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(parts.journal.run(settle), 0.9)
-    assert 1 <= len(parts.store.commits) <= 3, "0.05 s of work at a tenth of the time: two a second"
 
 
 @story

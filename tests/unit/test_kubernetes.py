@@ -1,4 +1,4 @@
-"""The manifests: valid by Kubernetes' own schemas, restricted, and made of settings, ports and metrics that exist."""
+"""Deployments: manifests that Kubernetes takes, settings and ports that exist, and secrets only for their readers."""
 
 import asyncio
 import dataclasses
@@ -82,22 +82,6 @@ def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
     assert waits_s + float(drains_s) + 10 <= pod["terminationGracePeriodSeconds"]
 
 
-def test_clients_have_another_token_than_the_controller():
-    workers, theirs = secret_behind("worker", "TOKEN_FILE"), secret_behind("worker", "CONTROLLER_TOKEN_FILE")
-    assert theirs == secret_behind("controller", "TOKEN_FILE") != workers
-    page = (DEPLOY.parent / "docs" / "guides" / "kubernetes.md").read_text()
-    for secret in (workers, theirs, "speclen-tls"):
-        assert f"| `{secret}` |" in page
-
-
-def secret_behind(kind, setting):
-    """Name of the secret that holds the file of a setting."""
-    pod, container = pod_and_container(kind)
-    (file,) = (each["value"] for each in container["env"] if each["name"] == f"SPECLEN_{kind.upper()}_{setting}")
-    (volume,) = (each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(Path(file).parent))
-    return next(each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == volume)
-
-
 def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
     """Kubernetes' gRPC probes know neither TLS nor tokens; what they reach is health alone."""
     (tmp_path / "token").write_text("0123456789abcdef\n")
@@ -126,3 +110,35 @@ def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
                     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 
     run(story)
+
+
+COMPOSE = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+
+
+def test_a_container_is_given_the_secrets_that_it_reads_and_no_others():
+    for name, service in COMPOSE["services"].items():
+        read = {
+            value.removeprefix("/run/secrets/")
+            for value in service["environment"].values()
+            if value.startswith("/run/secrets/")
+        }
+        assert read == set(service["secrets"]) <= set(COMPOSE["secrets"]), name
+
+
+def test_clients_of_the_compose_file_have_another_token_than_the_controller():
+    controller, worker = (COMPOSE["services"][name]["environment"] for name in ("controller", "worker"))
+    assert worker["SPECLEN_WORKER_CONTROLLER_TOKEN_FILE"] == controller["SPECLEN_CONTROLLER_TOKEN_FILE"]
+    assert worker["SPECLEN_WORKER_TOKEN_FILE"] != controller["SPECLEN_CONTROLLER_TOKEN_FILE"]
+    files = {f"deploy/docker/{Path(secret['file']).name}" for secret in COMPOSE["secrets"].values()}
+    for name in (".gitignore", ".dockerignore"):
+        assert files <= set((DEPLOY.parent / name).read_text().split()), name
+
+
+def services() -> str:
+    """The units of docs/guides/install.md."""
+    return (
+        (DEPLOY.parent / "docs" / "guides" / "install.md")
+        .read_text()
+        .partition("\n## Services\n")[2]
+        .partition("\n## ")[0]
+    )

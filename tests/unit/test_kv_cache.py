@@ -11,7 +11,6 @@ import torch
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.models import control_groups
-from tests.support.waiting import resident_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -54,36 +53,6 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert values(pool, 1, pool.max_length) == {0.0, 3.0}
     pool.release(2)
     assert values(pool, 2, pool.max_length) == {0.0}
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_kernel_agrees_with_what_the_pool_says_it_holds() -> None:
-    """Rows of 100 to 1,900 tokens in a pool that could hold 32 rows of 4,096: resident memory grows by 5% more at most
-    than the tokens held, rounded to the allocation unit, and release gives it back.
-    """
-    shapes = [LayerShape(8, 64)] * 4
-    pool = KVPool(shapes, 32, 4096, torch.bfloat16, CPU)
-    lengths = [100 * row + 100 for row in range(0, 19, 2)]
-    # Made and filled before anything is counted: what the allocator keeps of a copy would be taken for the pool's.
-    untouched = torch.ones(12, 2, 8, 2000, 64, dtype=torch.bfloat16)
-    untouched.copy_(untouched.clone())
-    before = resident_bytes()
-    for row, length in enumerate(lengths):
-        for layer in pool.layers:
-            layer[row, :, :, :length] = 1
-        pool.note_written(row, length)
-    unit = pool.allocation_unit
-    expected = sum(math.ceil(length / unit) * unit for length in lengths) * pool.bytes_per_token
-    assert pool.num_bytes_held() == expected
-    grown = resident_bytes() - before
-    assert 0.95 * expected < grown < 1.05 * expected
-    # Reading what nobody wrote takes no memory: attention reads up to the longest row of a batch.
-    untouched.copy_(pool.layers[0][20:, :, :, :2000])
-    for row in range(len(lengths)):
-        pool.release(row)
-    assert resident_bytes() - before < 0.05 * expected
-    assert float(untouched.float().abs().max()) == 0
-    assert pool.num_bytes_held() == 0
 
 
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:

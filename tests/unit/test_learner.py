@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from speclen.controller.service.learner import FEW_REPORTS, MANY_REPORTS
 from speclen.controller.service.sampling import MAX_SAMPLE_EVERY, PERIOD_S, Sampling
 from speclen.records import Arm, Limits, Profile, ProfileCell
 from tests.support.control_fakes import report
@@ -29,20 +28,6 @@ def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
     asyncio.run(parts.learner.learn_all())
     assert parts.estimator.calls == [(KEY, [1, 2, 3], "w"), (KEY, [1, 2, 3], "v")]
     assert (parts.totals.num_reports, parts.totals.num_groups) == (6, 2)
-
-
-def test_few_reports_are_enough_while_a_context_has_taught_little_and_many_always(parts):
-    worker = parts.worker()
-    parts.send(worker, *range(1, FEW_REPORTS), learn=False)
-    assert worker.waiting
-    parts.send(worker, FEW_REPORTS, learn=False)
-    assert not worker.waiting
-    last = MANY_REPORTS
-    parts.send(worker, *range(FEW_REPORTS + 1, last + 1))
-    parts.send(worker, *range(last + 1, last + MANY_REPORTS), learn=False)
-    assert len(worker.waiting) == MANY_REPORTS - 1
-    parts.send(worker, last + MANY_REPORTS, learn=False)
-    assert not worker.waiting
 
 
 def test_a_bad_report_is_refused_alone_and_counted(parts):

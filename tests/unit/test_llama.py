@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import speclen.worker.engine.preparation
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.llama import LlamaDecoder, merge, rewrite
-from speclen.worker.backends.torch.packed_linear import PackedLinear, private_copy
+from speclen.worker.backends.torch.llama import LlamaDecoder, rewrite
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from tests.support import tiny_models
@@ -50,23 +49,6 @@ def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> N
     family, settings = VARIANTS[variant]
     model = tiny_models.build(family, **settings).to(dtype)
     check_model(rewritten(model, dtype), model, variant)
-
-
-def test_layers_that_do_more_than_multiply_are_not_merged() -> None:
-    model = private_copy(tiny_models.build("llama"))
-    model.model.layers[0].mlp.up_proj = PackedLinear(model.model.layers[0].mlp.up_proj)
-    assert rewrite(model, inspect_layers(model, "model"), CONTEXT) is None
-
-
-def test_merged_weights_take_no_memory_of_their_own() -> None:
-    first, second = nn.Linear(8, 3), nn.Linear(8, 5)
-    expected = torch.cat([first.weight, second.weight])
-    merged = merge([first, second])
-    torch.testing.assert_close(merged.weight, expected)
-    assert merged.weight.untyped_storage().data_ptr() == first.weight.untyped_storage().data_ptr()
-    assert merged.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
-    inputs = torch.randn(4, 8)
-    torch.testing.assert_close(merged(inputs), torch.cat([first(inputs), second(inputs)], dim=-1))
 
 
 def halved_angles(model: Any, *others: Any) -> Any:

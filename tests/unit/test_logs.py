@@ -6,13 +6,12 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import structlog
 from google.protobuf.message import DecodeError
 
-from speclen.transport.logs import ForeignFilter, Sparse, set_up_logs
+from speclen.transport.logs import Sparse, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +46,6 @@ def test_events_and_records_of_python_are_lines_of_one_form() -> None:
     assert "ValueError: two\nlines" in lines[2]["exception"]
 
 
-@pytest.mark.parametrize(("level", "number"), [("debug", 4), ("info", 3), ("warning", 1), ("error", 1)])
-def test_the_level_is_the_least_that_is_shown(level: str, number: int) -> None:
-    assert len(logged(level)) == number
-
-
 def test_an_unknown_level_is_named() -> None:
     with pytest.raises(ValueError, match="--log-level 'loud' is unknown: use debug, info, warning or error"):
         set_up_logs("loud", io.StringIO())
@@ -75,14 +69,3 @@ def test_what_callers_make_other_libraries_log_cannot_fill_a_disk():
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert "Traceback" not in stream.getvalue()
-
-
-def test_what_was_left_out_is_counted(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("speclen.transport.logs.Sparse", partial(Sparse, clock=lambda: now[0]))
-    filter_ = ForeignFilter()
-    records = [logging.LogRecord("grpc", logging.ERROR, "a.py", 1, "x", (), None) for _ in range(4)]
-    assert [filter_.filter(record) for record in records[:3]] == [True, False, False]
-    now[0] = 6.0
-    assert filter_.filter(records[3])
-    assert records[3].unlogged_before == 2

@@ -27,25 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def load(folder: Path, target: str, draft: str | None = None) -> speclen.worker.models.loading.ModelPair:
-    return load_pair(str(folder / target), str(folder / draft) if draft else None, "cpu", "float32")
-
-
 def test_a_target_alone_is_a_pair_without_draft(folder: Path) -> None:
     for none in (None, "", "none"):
         pair = load_pair(str(folder / "llama"), none, "cpu")
         assert pair.draft is None
         assert pair.draft_name == ""
-
-
-@pytest.mark.parametrize(
-    ("family", "reason"), [("bloom", "own code"), ("mamba", "recurrent state"), ("t5", "encoder-decoder")]
-)
-def test_what_no_cache_can_run_is_refused_before_weights_are_read(folder: Path, family: str, reason: str) -> None:
-    with pytest.raises(ModelError, match=f"{family}.*{reason}"):
-        load(folder, family)
-    with pytest.raises(ModelError, match=f"{family}.*{reason}"):
-        load(folder, "llama", family)
 
 
 def test_different_vocabularies_are_refused_by_naming_both(folder: Path, tmp_path: Path) -> None:

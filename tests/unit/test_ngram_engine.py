@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 
 import pytest
 
 from speclen.records import PLAIN, Arm, StepFlag
-from speclen.worker.drafting.arm_chooser import FixedArm
-from speclen.worker.engine import proposals
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Arms,
-    Collected,
     check_counts,
     check_greedy,
     generate,
@@ -44,24 +40,6 @@ def test_without_a_draft_model_n_grams_are_proposed() -> None:
     check_greedy(pair.target, one, collected.ids("x"))
     assert {record.arm for record in chooser.records} <= {NGRAM, PLAIN}
     assert collected.last("x").num_draft_tokens == engine.load().num_ngram_tokens > 0
-
-
-def test_a_long_prompt_is_indexed_a_bounded_number_of_tokens_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposals, "INDEXED_PER_STEP", 20)
-    monkeypatch.setattr(proposals, "MOST_NEW", 10)
-    engine, collected = ngram_engine(FixedArm(NGRAM)), Collected()
-    engine.submit(request("long", LOOP * 8, max_tokens=40, ignore_eos=True), collected)
-    engine.step()
-    (sequence,) = engine.scheduler.rows
-    indexed, proposed = [0], []
-    while sequence.row >= 0:
-        engine.step()
-        if sequence.ngram_index is not None:
-            indexed.append(sequence.ngram_index.num_indexed)
-            proposed.append(sequence.num_draft_tokens > 0)
-    assert max(after - before for before, after in itertools.pairwise(indexed)) <= 20
-    assert proposed == sorted(proposed), "it proposes from the step on in which its text is indexed"
-    assert (proposed[0], proposed[-1]) == (False, True)
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)

@@ -14,7 +14,7 @@ import pytest
 from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.detokenize import Detokenizer
-from speclen.worker.requests.request import EngineFailedError, FinishReason, GenerationRequest, SequenceOutput
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured import source, trial
@@ -28,7 +28,6 @@ from tests.support.engines import (
     finish,
     generate,
     make_engine,
-    make_pair,
     request,
 )
 
@@ -119,17 +118,6 @@ def test_callers_are_told_after_the_next_launch_or_at_once_when_there_is_none(ov
     assert events == ([*first, *last, "launch", "read", *step, *step, *last] if overlapped else step * 4)
 
 
-def test_what_a_grammar_waits_for_holds_nobody_s_tokens_back() -> None:
-    engine = make_engine(chooser=0, overlapped=True)
-    with events_of(engine) as events:
-        limits = {"max_tokens": 6, "ignore_eos": True}
-        engine.submit(replace(request("g", PROMPT, **limits), grammar=a_grammar()), lambda output: events.append("g"))
-        engine.submit(request("x", PROMPT, **limits), lambda output: events.append("x"))
-        while not engine.scheduler.is_idle or not events:
-            engine.step()
-    assert events[:12] == ["launch", "read", "g", "x"] * 3
-
-
 def fail(*args: object) -> NoReturn:
     raise MemoryError("no room")
 
@@ -197,12 +185,3 @@ def test_what_is_held_back_comes_before_an_end(moment: str, monkeypatch: pytest.
     assert (collected.reason("long"), len(collected.ids("long"))) == (FinishReason.ABORT, 4)
     assert not engine.abort("short")
     assert not engine.abort("long")
-
-
-def test_a_panic_while_callers_are_told_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, collected = make_engine(make_pair(), chooser=0, overlapped=True), Collected()
-    submit_one_bad(engine, collected, 4)
-    break_text(monkeypatch, SystemExit(3))
-    with pytest.raises(EngineFailedError, match="engine has ended"):
-        engine.run()
-    assert {collected.reason(name) for name in ("a", "bad", "b")} == {FinishReason.ABORT}

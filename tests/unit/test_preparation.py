@@ -95,9 +95,3 @@ def test_machines_without_openvino(attribute: str, found: Any, reason: str, monk
     told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
     assert told is not None
     assert re.search(reason, told)
-
-
-def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
-    assert "on aarch64" in str(openvino.why_not(torch.device("cpu"), torch.float32))
-    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))

@@ -6,16 +6,17 @@ import functools
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 import speclen.worker.profiling.profiler
 from speclen.worker.backends.passes import StepRows
-from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
-from speclen.worker.profiling.stats import ProfileSamples
+from speclen.worker.profiling.stats import ProfileSamples, measured_cell, survival
 from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
@@ -53,28 +54,6 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     for size in GRID.batch_sizes:
         times = [cell.step_s for cell in result.cells if cell.batch_size == size]
         assert times[0] < times[2]
-
-
-def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
-    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
-        if config.max_batch_size > 2:
-            raise MemoryError("the pool does not fit")
-        return Engine(pair, config, chooser)
-
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", build)
-    with profiler(pair) as running:
-        samples = running.run()
-    assert samples.largest_batch_size == 2
-    assert {key[0] for key in keys(samples)} == {1, 2}
-
-    def never(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
-        raise MemoryError("the pool does not fit")
-
-    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", never)
-    with pytest.raises(MemoryError):
-        profiler(pair)
 
 
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
@@ -118,3 +97,34 @@ def test_settings_are_cut_to_the_context_or_refused(pair: ModelPair) -> None:
     assert fit_settings(pair, ProfileSettings(prompt_tokens=(32, 4096))).prompt_tokens == (32, (256 - 36) // 2)
     with pytest.raises(ValueError, match="context of 256"):
         fit_settings(pair, ProfileSettings(lengths=(0, 64)))
+
+
+def test_pauses_of_the_machine_do_not_move_the_time() -> None:
+    """Every fourth step stalled 10 to 100 times when another process took the core of a waiting thread."""
+    rng = np.random.default_rng(0)
+    steps = [(0.03 * (1 + 0.03 * rng.standard_normal()) * (30 if n % 4 == 0 else 1), 50.0, n // 3) for n in range(60)]
+    cell = measured_cell((4, 2), steps)
+    assert cell[:2] == (4, 2)
+    assert cell.step_s == pytest.approx(0.03, rel=0.03)
+    assert 0 < cell.step_s_stderr < 0.03 * 0.05
+    assert (cell.num_steps, cell.mean_context_length) == (60, 50.0)
+
+
+@pytest.mark.parametrize("num_visits", [1, 2])
+def test_few_visits_are_taken_for_uncertain(num_visits: int) -> None:
+    cell = measured_cell((1, 0), [(0.01, 50.0, visit) for visit in range(num_visits)])
+    assert cell.step_s == 0.01
+    assert cell.step_s_stderr >= 0.0005
+
+
+def test_survival_counts_a_full_run_as_censored() -> None:
+    """Ten rows at length 1, all accepted, say nothing of position 2; ten at length 2 do."""
+    values, rows = survival({1: [0, 10], 2: [5, 3, 2]})
+    assert rows == [20, 5]
+    assert values == pytest.approx([15 / 20, 15 / 20 * 2 / 5])
+
+
+def test_survival_without_speculation_is_empty_and_without_rows_zero() -> None:
+    assert survival({}) == ([], [])
+    assert survival({0: [50]}) == ([], [])
+    assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])

@@ -54,20 +54,6 @@ def test_the_first_tokens_do_not_wait_for_the_interval():
     assert [one.token_ids for one in asyncio.run(run())] == [(0,)]
 
 
-def test_who_gets_everything_at_the_end_is_woken_for_the_first_tokens_and_the_end():
-    async def run() -> list[list[int]]:
-        relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=0.001), OutputStream(until_end=True)
-        wakes = []
-        for number in range(10):
-            relay.put(stream, output(number, last=number == 9))
-            await asyncio.sleep(0.01)
-            if stream.arrived.is_set():
-                wakes.append([one.token_ids[0] for one in await stream.next()])
-        return wakes
-
-    assert asyncio.run(run()) == [[0], list(range(1, 10))]
-
-
 @pytest.mark.parametrize(
     "sizes", [[], [1], [5, 0, 7], [MOST_AT_ONCE] * 3, [MOST_AT_ONCE - 1, 1, 2, 3 * MOST_AT_ONCE, 1]]
 )

@@ -8,9 +8,7 @@ import pytest
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
-from speclen.store.connection import connect_reader
 from speclen.store.database import Store
-from speclen.store.queries import view_rows
 from speclen.store.records import StoredState
 from tests.support.control_fakes import report
 from tests.support.fake_estimator import FakeEstimator
@@ -56,19 +54,6 @@ def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
         assert (worker.epoch, worker.address, worker.policy) == (7, "host:1", "adaptive")
         assert (worker.seqs.applied_seq, worker.seqs.missing) == (9, [[4, 6]])
         assert (worker.durable_seq, worker.num_reports, worker.num_refused, worker.seqs.num_repeated) == (3, 5, 1, 1)
-
-
-def test_the_readable_tables_say_what_the_estimator_believes(tmp_path):
-    saved(tmp_path / "s.db")
-    with connect_reader(tmp_path / "s.db") as database:
-        rows = [row for row in view_rows(database, "learned_table") if "cpu" in row["context"]]
-        survival = database.execute("SELECT position, survival, num_trials FROM acceptance").fetchall()
-        [decision] = database.execute("SELECT arm, previous_arm FROM decisions WHERE context_id = 2").fetchall()
-    assert [(row["arm"], row["batch_min"], row["num_steps"], row["ms_per_token"]) for row in rows] == [
-        ("draft 2", 1, 5, pytest.approx(10.0))
-    ]
-    assert list(map(tuple, survival)) == [(1, 0.5, 10.0)]
-    assert tuple(decision) == ("draft 2", "plain")
 
 
 @pytest.mark.parametrize("state", [b"", b"\x00\xff", b"[]]", b'[["a", 1]]'])

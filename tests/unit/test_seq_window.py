@@ -36,14 +36,6 @@ def test_a_restored_window_goes_on_as_if_nothing_had_happened(before, after):
     assert window.missing_ranges == restored.missing_ranges
 
 
-def test_a_gap_is_accepted_and_counted_and_can_still_be_filled():
-    window = SeqWindow()
-    assert admitted(window, [1, 2, 6]) == [1, 2, 6]
-    assert (window.applied_seq, window.num_missing, window.missing_ranges) == (6, 3, "[[3, 5]]")
-    assert admitted(window, [4, 4]) == [4]
-    assert (window.num_missing, window.missing_ranges) == (2, "[[3, 3], [5, 5]]")
-
-
 @given(arrivals)
 def test_settled_only_grows_and_passes_over_no_number_that_may_still_count(groups):
     window, seen, before = SeqWindow(), set(), 0
@@ -75,12 +67,6 @@ def test_a_clock_that_is_set_back_does_not_keep_gaps_open():
     window.close_gaps(1e9)
     assert window.close_gaps(100.0)
     assert window.settled_seq == 5
-
-
-def test_counts_stay_within_what_the_database_holds():
-    window = SeqWindow(num_missing=2**63 - 5)
-    assert window.admit(2**63 - 2)
-    assert window.num_missing == 2**63 - 1
 
 
 def test_what_follows_the_largest_number_is_none_of_ours():

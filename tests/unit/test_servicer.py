@@ -19,9 +19,11 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import (
     FinishReason,
+    GenerationRequest,
     SequenceOutput,
     SlowReaderError,
 )
+from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
 from speclen.worker.service.servicer import caller_of
 from tests.support import engines
@@ -34,11 +36,8 @@ from tests.support.waiting import on_loop_until as until
     [
         (pb.GenerateRequest(), "input is missing"),
         (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id has 129 characters"),
-        (sampled(top_p=0), "top_p is 0"),
         # Once something was made for each sequence before the number was looked at: one message ended the worker.
         (sampled(n=2**32 - 1), "n is 4294967295"),
-        (tokenized(1, 999), "prompt token 999 is unknown"),
-        (tokenized(*[1] * 256), "prompt has 256 tokens"),
         (pb.GenerateRequest(text="x" * 1_000_000), "text begins with 4096 tokens"),
         (sampled(n=64, logprobs=20, max_tokens=2**32 - 1), "326400 entries, at most 250000"),
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
@@ -111,6 +110,15 @@ async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
             await writing
 
 
+async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str) -> int:
+    """How many tokens a request of this caller gets."""
+    async with (
+        engine.open(uuid.uuid4().hex) as stream,
+        engine.running([request], stream, caller, 0.0) as outputs,
+    ):
+        return sum([len(output.token_ids) async for group in outputs for output in group])
+
+
 async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
     """Over HTTP a request's name is not that of the call it came by. Once the second one was forgotten, for ever."""
 
@@ -119,20 +127,36 @@ async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
         tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(2)]
         await until(lambda: engine.num_open == 2 and at.engine.load().num_running + at.engine.load().num_waiting == 2)
         twice = engines.request("cmpl-0", [1, 2], max_tokens=4)
-
-        async def run_one() -> int:
-            async with (
-                engine.open(uuid.uuid4().hex) as stream,
-                engine.running([twice], stream, "c", 0.0) as outputs,
-            ):
-                return sum([len(output.token_ids) async for group in outputs for output in group])
-
-        first = asyncio.create_task(run_one())
+        first = asyncio.create_task(tokens_of(engine, twice, "c"))
         await until(lambda: engine.admission.num_waiting == 1)
         with pytest.raises(ValueError, match="'cmpl-0' is already running: choose another"):
-            await run_one()
+            await tokens_of(engine, twice, "c")
         assert await first == 4
         await asyncio.gather(*tasks)
+
+
+async def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
+    async with served(rows=1) as at:
+        engine, sampling = at.async_engine, {"max_tokens": 2, "ignore_eos": True}
+        unread = engines.request("unread", [1, 2], n=2, **sampling)  # one has the row, and one waits in the engine
+        async with engine.open("unread") as stream, engine.running([unread], stream, "slow", 0.0) as outputs:
+            assert await tokens_of(engine, engines.request("other", [1, 2], **sampling), "other") == 2
+            assert sum([len(output.token_ids) async for group in outputs for output in group]) == 4
+
+
+async def test_a_request_of_64_sequences_holds_up_nobody() -> None:
+    """It took 64 places, so that others waited until nearly all of them had ended."""
+
+    async with served(rows=2) as at:
+        sampling = {"max_tokens": 4, "ignore_eos": True}
+        many = asyncio.create_task(
+            tokens_of(at.async_engine, engines.request("many", [1, 2], n=64, **sampling), "many")
+        )
+        await until(lambda: at.engine.load().num_running == 2)
+        others = [engines.request(name, [1, 2], **sampling) for name in ("b", "c")]
+        assert await asyncio.gather(*(tokens_of(at.async_engine, one, one.request_id) for one in others)) == [4, 4]
+        assert not many.done()
+        assert await many == 64 * 4
 
 
 class FakeContext:

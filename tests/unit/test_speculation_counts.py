@@ -5,24 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from speclen.records import NGRAM_MAX_TOKENS, Arm, Limits
-from speclen.v1 import control_pb2 as pb
+from speclen.records import NGRAM_MAX_TOKENS, Arm
 from speclen.worker.drafting.arm_chooser import ArmChooser, FixedArm
-from speclen.worker.engine.engine import Engine
-from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.reporting.card import WorkerCard
-from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import ArmTable
 from tests.support.engines import RandomArms, generate, make_engine, request
+from tests.support.worker_page import worker_metrics
 
-LIMITS = Limits(4, 3, ngram=True)
 LOOP = [3, 4, 5, 6] * 5
-
-
-def page(engine: Engine) -> CollectorRegistry:
-    card = WorkerCard("w", 1, pb.ContextKey(), LIMITS, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(Arm(2), LIMITS, "default"), follow=True)
-    return WorkerMetrics(engine, control).registry
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
@@ -43,7 +31,7 @@ def test_one_definition_for_all_counts(chooser: ArmChooser) -> None:
     collected = generate(
         engine, *(request(name, LOOP[at:], max_tokens=100 + at, ignore_eos=True) for at, name in enumerate(names))
     )
-    registry = page(engine)
+    registry = worker_metrics(engine).registry
     by_position = [value(registry, "accepted_tokens_per_pos", position=str(at)) for at in range(NGRAM_MAX_TOKENS)]
     drafts, proposed, accepted = (value(registry, name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert by_position == sorted(by_position, reverse=True)

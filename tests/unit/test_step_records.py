@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
 
 import pytest
-import torch
 
 from speclen.records import PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.backends.passes import PassPart
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
-
-
-def told_by(length: int) -> list[float]:
-    chooser = Arms(Arm(length))
-    engine = make_engine(chooser=chooser, max_batch_size=2)
-    generate(engine, *(request(str(at), PROMPT, max_tokens=12 + 6 * at, ignore_eos=True) for at in range(4)))
-    return [record.draft_prefill_s for record in chooser.records]
-
-
-def test_a_worker_tells_what_the_drafts_prompts_took_once() -> None:
-    """Prefill of an iteration in which no row decodes counts with the next step; none where nothing is drafted."""
-    told = told_by(3)
-    assert told[0] > 0.0  # two prompts came before it
-    assert 2 <= sum(seconds > 0.0 for seconds in told) <= 4
-    assert sum(told) < 60.0
-    assert not any(told_by(0)[1:])  # before the first choice it is thought to draft
 
 
 def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
@@ -46,29 +26,6 @@ def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_th
     generate(engine, request("b", PROMPT[::-1], max_tokens=12, ignore_eos=True))
     assert not any(StepFlag.CATCH_UP in record.flags for record in chooser.records)
     assert chooser.records[0].draft_prefill_s > 0.0
-
-
-def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
-    """First tokens are told before the draft gets their prompts, and requests that end with them cost it nothing."""
-    engine, told = make_engine(chooser=Arms(Arm(2)), max_batch_size=2), list[str]()
-    real = engine.draft.forward
-
-    def forward(parts):  # type: ignore[no-untyped-def]
-        told.append("draft")
-        return real(parts)
-
-    engine.draft.forward = forward  # type: ignore[method-assign]
-    for name, num_tokens in (("long", 3), ("short", 1)):
-        engine.submit(
-            request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), lambda out: told.append(out.request_id)
-        )
-    engine.step()
-    assert told == ["long", "short", "draft"]
-    told.clear()
-    engine.submit(request("alone", PROMPT, max_tokens=1, ignore_eos=True), lambda out: told.append(out.request_id))
-    while not engine.scheduler.is_idle or "alone" not in told:
-        engine.step()
-    assert told.count("draft") <= 3  # drafts of `long`, and none for `alone`
 
 
 LOOP = [5, 6, 7, 8] * 5
@@ -98,13 +55,6 @@ def test_the_arm_is_what_ran(chosen: Arm, own: tuple[int | None, ...], ran: Arm,
     assert (record.batch_size, record.arm, StepFlag.MIXED_LENGTHS in record.flags) == (2, ran, mixed)
     assert len(record.accepted_histogram) == ran.max_tokens + 1
     assert sum(record.accepted_histogram) == 2
-
-
-def test_a_step_whose_sequences_have_no_room_is_plain() -> None:
-    for chosen in (Arm(3), Arm(3, True), Arm(0, True)):
-        chooser = Arms(chosen)
-        generate(make_engine(chooser=chooser, ngram=True), request("x", LOOP, max_tokens=2, ignore_eos=True))
-        assert [record.arm for record in chooser.records] == [PLAIN]
 
 
 @pytest.mark.parametrize("chosen", [PLAIN, Arm(3), Arm(0, True), Arm(3, True)])
@@ -173,34 +123,6 @@ def test_a_record_becomes_a_report_field_by_field() -> None:
         assert evaluation.request_class - 1 == record.evaluations[0].request_class
         assert tuple(evaluation.num_steps) == record.evaluations[0].num_steps
         assert tuple(evaluation.num_verified_tokens) == record.evaluations[0].num_verified_tokens
-
-
-FAILED_S = 0.5
-
-
-def test_the_time_of_a_failed_try_is_not_reported() -> None:
-    collected = Collected()
-    engine = make_engine(chooser=2)
-    engine.submit(request("running", [1, 2, 3], max_tokens=30, ignore_eos=True), collected)
-    for _ in range(3):
-        engine.step()
-    honest, failed = engine.target.forward, []
-
-    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        if len(parts) > 1 and not failed:
-            failed.append(len(parts))
-            time.sleep(FAILED_S)
-            raise MemoryError
-        return honest(parts)
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-    engine.submit(request("new", [3, 2, 1], max_tokens=3, ignore_eos=True), collected)
-    result = engine.step()
-    assert failed == [2]
-    assert result is not None
-    assert 0.0 < result.latency_s < FAILED_S
-    finish(engine)
-    assert len(collected.ids("running")) == 30
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:

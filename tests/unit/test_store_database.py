@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import speclen.store
 from speclen.store.connection import (
+    APPLICATION_ID,
     OLDEST_SAFE_SQLITE,
     Connection,
     CorruptStoreError,
     StoreError,
     connect_reader,
+    connect_writer,
     sqlite3,
 )
 from speclen.store.database import Store, StoreConfig
 from speclen.store.queries import stored_reports
 from speclen.store.records import Commit, StateRow, StoredState
+from tests.support import store_rows
 from tests.support.store_rows import (
     NOW,
     context,
@@ -29,9 +35,9 @@ from tests.support.store_rows import (
     report,
     rows,
     store_now,
-    system_sqlite_rows,
     worker,
 )
+from tests.support.waiting import until
 
 
 def test_what_was_committed_is_there_after_reopening(tmp_path):
@@ -57,14 +63,6 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
     connection = connect_reader(tmp_path / "s.db")
     assert list(stored_reports(connection)) == list(commit.reports)
     connection.close()
-
-
-def test_floats_come_back_bit_by_bit(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    values = [0.1, 1 / 3, 5e-324, 2.0**-1074 * 3, 3599.9999999999995, 1e-7]
-    store_now(store, moment([6], reports=[report(n + 1, latency_s=value) for n, value in enumerate(values)]))
-    store.close()
-    assert [row[0] for row in rows(tmp_path / "s.db", "SELECT latency_s FROM step_reports")] == values
 
 
 def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
@@ -129,20 +127,6 @@ def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_p
             Store.open(second)
     else:
         Store.open(second).close()
-
-
-def test_readers_see_commits_while_the_writer_goes_on_and_cannot_write(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    store_now(store, moment([1, 2, 3], arm_estimates=[estimate(2, is_best=True)]))
-    reader = connect_reader(store.path)
-    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 3
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader.execute("DELETE FROM step_reports")
-    store_now(store, moment([4], reports=[report(4)]))
-    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 4
-    assert system_sqlite_rows(store.path, "SELECT is_best FROM learned_table") == [(1,)]
-    reader.close()
-    store.close()
 
 
 @pytest.mark.parametrize("damage", ["no database", "first page", "table page"])
@@ -212,13 +196,6 @@ def make_room(connection: Connection) -> None:
     connection.execute("PRAGMA max_page_count = 1000000")
 
 
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     store, connection = open_with_connection(tmp_path / "s.db", small_config())
     store_now(store, moment([1], arm_estimates=[estimate()]))
@@ -227,7 +204,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     for first in range(2, 5002, 500):
         store.submit(moment(range(first, first + 500)), answers.append)
         time.sleep(0.01)
-    wait_for(lambda: store.health().num_failures >= 3)
+    until(lambda: store.health().num_failures >= 3)
     health = store.health()
     assert not health.ok
     assert "full" in health.detail
@@ -235,7 +212,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     assert answers == [], "nothing is durable, so nothing is answered"
     assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)], "a failed commit leaves no trace"
     make_room(connection)
-    wait_for(lambda: len(answers) == 10)
+    until(lambda: len(answers) == 10)
     assert answers == [None] * 10
     assert store.health().ok
     assert rows(store.path, "SELECT seq FROM step_reports") == [(seq,) for seq in range(1, 5002)]
@@ -250,7 +227,7 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
     fill_up(connection)
     answers: list[Exception | None] = []
     store.submit(moment(range(2, 2000)), answers.append)
-    wait_for(lambda: not store.health().ok)
+    until(lambda: not store.health().ok)
     started = time.monotonic()
     store.close(timeout_s=0.3)
     assert time.monotonic() - started < 10.0
@@ -261,16 +238,43 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
     store.close()
 
 
-def test_another_programs_write_lock_delays_a_commit_but_loses_nothing(tmp_path):
-    store, connection = open_with_connection(tmp_path / "s.db", small_config())
-    connection.execute("PRAGMA busy_timeout = 20")
-    other = sqlite3.connect(store.path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    answers: list[Exception | None] = []
-    store.submit(moment([1, 2]), answers.append)
-    wait_for(lambda: not store.health().ok)
-    assert "locked" in store.health().detail
-    other.execute("ROLLBACK")
-    other.close()
-    wait_for(lambda: answers == [None])
-    store.close()
+SCHEMA = Path(speclen.store.__file__).with_name("schema.sql").read_text()
+
+
+def other_database(path: Path, application_id: int) -> bytes:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE latency_cells (x)")
+        connection.execute(f"PRAGMA application_id = {application_id}")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("opened", [Store.open, connect_reader, connect_writer])
+@pytest.mark.parametrize(
+    ("application_id", "words"),
+    [
+        (APPLICATION_ID - 1, "of another version of speclen: start a new one with --db"),
+        (0x73706C6E, "of another version of speclen: start a new one with --db"),
+        (0, "not one of speclen's: name another file"),
+        (0x12345678, "not one of speclen's: name another file"),
+    ],
+)
+def test_another_form_is_refused_and_stays(tmp_path, opened, application_id, words):
+    path = tmp_path / "s.db"
+    before = other_database(path, application_id)
+    with pytest.raises(StoreError, match=words):
+        opened(path)
+    assert path.read_bytes() == before
+
+
+def test_a_new_file_has_the_schema_word_for_word(tmp_path):
+    Store.open(tmp_path / "s.db").close()
+    for (created,) in store_rows.rows(tmp_path / "s.db", "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"):
+        assert f"{created};" in SCHEMA
+
+
+def test_a_file_without_tables_is_named_to_a_reader(tmp_path):
+    connect_writer(tmp_path / "s.db").close()
+    with pytest.raises(StoreError, match="has no tables"):
+        connect_reader(tmp_path / "s.db")
+    Store.open(tmp_path / "s.db").close()
+    connect_reader(tmp_path / "s.db").close()

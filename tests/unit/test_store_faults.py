@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,10 @@ from speclen.store.connection import CorruptStoreError, StoreError, connect_read
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
-from speclen.store.records import Commit, StateRow
+from speclen.store.records import Commit
 from speclen.store.retention import Retention
 from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
-
-
-def wait_until(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
@@ -114,7 +107,7 @@ def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
 
     monkeypatch.setattr("speclen.store.database.write", fail)
     assert "no memory" in str(store_now(store, moment([1])))
-    wait_until(lambda: not store.health().alive)
+    until(lambda: not store.health().alive)
     with pytest.raises(StoreError, match="no memory"):
         store.submit(moment([2]), lambda error: None)
     store.close()
@@ -151,40 +144,6 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
     again.close()
 
 
-def test_a_database_without_its_note_is_taken_as_it_is(tmp_path):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    assert store_now(store, moment([1])) is None
-    store.close()
-    lock_path(path).write_text("12345\n")  # as an older version wrote it
-    store = Store.open(path)
-    assert store.num_commits_missing == 0
-    store.close()
-
-
-REFUSED = [
-    {"workers": [worker(2, num_missing=2**64)]},
-    {"workers": [worker(-1)]},
-    {"states": [StateRow("t", "d", b"", 1.0)]},
-    {"contexts": [context(max_batch_size=0)]},
-]
-
-
-@pytest.mark.parametrize("changes", REFUSED)
-def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
-    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
-    store = Store.open(tmp_path / "s.db")
-    assert store_now(store, moment([1])) is None
-    error = store_now(store, moment([1, 2], **changes))
-    assert "refuses" in str(error)
-    assert not store.health().ok
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
-    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
-    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
-    assert store.health().ok
-    store.close()
-
-
 def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     """Both wait for another program's lock, so they are of one transaction."""
     store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
@@ -195,13 +154,13 @@ def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
         other.execute("BEGIN IMMEDIATE")
         bad = Commit(workers=[worker(2**64)], reports=[report(1)])
         store.submit(bad, lambda error: outcomes.update(bad=error))
-        wait_until(lambda: not store.health().ok)
+        until(lambda: not store.health().ok)
         others = {"worker_key": 2, "context_id": 2}
         good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)])
         store.submit(good, lambda error: outcomes.update(good=error))
-        wait_until(lambda: store.health().num_pending_commits == 2)
+        until(lambda: store.health().num_pending_commits == 2)
         other.execute("ROLLBACK")
-    wait_until(lambda: len(outcomes) == 2)
+    until(lambda: len(outcomes) == 2)
     assert outcomes["good"] is None
     assert "refuses" in str(outcomes["bad"])
     assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
@@ -249,7 +208,7 @@ def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm)
     assert store_now(store, moment([3001])) is None  # and there is something in the WAL
     assert store.health().alive
     harm(path.with_name(path.name + suffix), backup)
-    wait_until(lambda: not store.health().alive)
+    until(lambda: not store.health().alive)
     assert "cut short" in store.health().detail or "written over" in store.health().detail
     with pytest.raises(StoreGoneError):
         store.submit(moment([99_999]), lambda error: None)
@@ -293,20 +252,6 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
     store.close()
-
-
-def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
-    """Every commit threw away all reports but the newest, until the controller was started again."""
-    right = time.time()
-    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
-    store = Store.open(tmp_path / "s.db")
-    monkeypatch.setattr(time, "time", lambda: right)
-    for seq in (1, 2, 3):
-        commit = moment([seq])
-        commit.reports = [report._replace(received_at=right) for report in commit.reports]
-        assert store_now(store, commit) is None
-    store.close()
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("what", ["schema", "column", "line end"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
-from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
+from speclen.store.retention import VACUUM_ABOVE_PAGES, Retention
 from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
 
 DAY = 86400.0
@@ -56,21 +57,6 @@ def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
     store.close()
 
 
-def test_a_lowered_limit_is_reached_in_steps(tmp_path):
-    many = 3 * EXTRA_ROWS_PER_COMMIT
-    store = Store.open(tmp_path / "s.db")
-    store_now(store, moment(range(1, many + 1)))
-    store.close()
-    store = open_with(tmp_path / "s.db", max_report_rows=10)
-    counts = []
-    for seq in range(many + 1, many + 5):
-        store_now(store, moment([seq], reports=[report(seq)]))
-        counts += rows(store.path, "SELECT count(*) FROM step_reports")[0]
-    store.close()
-    assert counts[0] > many - EXTRA_ROWS_PER_COMMIT - 10, "no single commit deletes them all"
-    assert counts[-1] == 10
-
-
 def test_minutes_of_prediction_error_go_with_age(tmp_path):
     store = open_with(tmp_path / "s.db", max_prediction_days=2)
     store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
@@ -112,3 +98,17 @@ def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
 def test_a_retention_that_keeps_nothing_is_refused(changes):
     with pytest.raises(ValueError, match="positive number"):
         Retention(**changes)
+
+
+def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
+    """Every commit threw away all reports but the newest, until the controller was started again."""
+    right = time.time()
+    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr(time, "time", lambda: right)
+    for seq in (1, 2, 3):
+        commit = moment([seq])
+        commit.reports = [report._replace(received_at=right) for report in commit.reports]
+        assert store_now(store, commit) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from speclen.records import Limits
+from speclen.controller.wire.stored import record_of, row_of
+from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
 from speclen.store.database import Store
 from speclen.store.prediction_windows import sums_by_arm
-from speclen.store.records import Commit, StateRow
+from speclen.store.records import Commit, ReportRow, StateRow
 from speclen.store.statements import BLOCKS
 from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
@@ -94,13 +97,6 @@ def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
     assert rows(store.path, "SELECT seq FROM step_reports ORDER BY report_id") == [(n,) for n in range(1, count + 1)]
 
 
-def test_an_arm_with_n_grams_has_a_row_of_its_own(store):
-    both = [estimate(2), estimate(2, ngram=True, step_s=0.5)]
-    assert store_now(store, Commit(contexts=[context()], arm_estimates=both)) is None
-    found = rows(store.path, "SELECT arm, step_s FROM arm_estimates ORDER BY ngram")
-    assert found == [("draft 2", 0.016), ("n-gram else draft 2", 0.5)]
-
-
 @pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
 def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
     row = estimate(arm.speculation_length, ngram=arm.ngram)
@@ -141,3 +137,58 @@ def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
     reports = [report(1, accepted_histogram="[0,2,0]", num_accepted_tokens=2), report(2)]
     [sums] = sums_by_arm(reports)
     assert (sums["num_steps"], sums["sum_tokens"]) == (2, 2.0 + 2.0)
+
+
+counts = st.integers(0, 4096)
+lists = st.lists(counts, min_size=1, max_size=9).map(tuple)
+steps = st.builds(
+    StepRecord,
+    seq=st.integers(1, 2**63 - 1),
+    batch_size=st.integers(1, 4096),
+    arm=st.builds(Arm, st.integers(0, 64), st.booleans()),
+    latency_s=st.floats(1e-6, 3600.0),
+    accepted_histogram=lists,
+    mean_context_length=st.floats(0, 1e6),
+    decision_version=counts,
+    flags=st.frozensets(st.sampled_from(StepFlag)),
+    probe_id=counts,
+    class_histograms=st.lists(st.tuples(st.integers(0, 2), lists), unique_by=lambda each: each[0]).map(tuple),
+    num_drafted_sequences=counts,
+    num_verified_tokens=counts,
+    draft_prefill_s=st.floats(0, 3600.0),
+    num_new_sequences=counts,
+    evaluations=st.lists(
+        st.builds(OutputEvaluation, st.integers(0, 2), counts, counts, lists, lists, lists), max_size=2
+    ).map(tuple),
+)
+
+
+@given(steps)
+def test_a_row_is_the_step_again(step):
+    row = ReportRow(*row_of(step, 5, 3, 2, 7, 11.0))
+    assert record_of(row) == step
+    assert (row.group_id, row.context_id, row.worker_key, row.epoch, row.received_at) == (5, 3, 2, 7, 11.0)
+    assert row.num_accepted_tokens == sum(run * count for run, count in enumerate(step.accepted_histogram))
+
+
+REFUSED = [
+    {"workers": [worker(2, num_missing=2**64)]},
+    {"workers": [worker(-1)]},
+    {"states": [StateRow("t", "d", b"", 1.0)]},
+    {"contexts": [context(max_batch_size=0)]},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
+    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1])) is None
+    error = store_now(store, moment([1, 2], **changes))
+    assert "refuses" in str(error)
+    assert not store.health().ok
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
+    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
+    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
+    assert store.health().ok
+    store.close()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.learned.table import Range, arm_and_equals, titles_of
 from speclen.cli.learned.top import ranges_of
 from speclen.cli.support.errors import UserError
-from speclen.cli.up.demo import Load, throughput
 from speclen.store.database import Store
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2
@@ -40,41 +36,6 @@ def test_each_range_has_a_line_under_the_name_of_its_context(database):
     assert plain == ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"]
     assert drafted == ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"]
     assert age.removesuffix("m").isdigit()  # how long ago depends on when the fixture was written
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_widest_line_fits_into_the_terminal(tmp_path, columns):
-    store = Store.open(tmp_path / "s.db")
-    wide = {"ngram": True, "num_steps": 10**7, "ms_per_token_low": 123.0, "ms_per_token_high": 234.0}
-    arms = [estimate(length, 1024, 4096, step_s=0.3 + length / 1e6, **wide) for length in range(60, 65)]
-    plain = estimate(0, 1024, 4096, step_s=3.0, expected_tokens=1.0)
-    arms[2] = arms[2]._replace(is_best=True, ms_per_token_low=170.0, ms_per_token_high=200.0)
-    assert store_now(store, Commit(contexts=[context()], arm_estimates=[*arms, plain])) is None
-    store.close()
-    shown = run("--db", str(tmp_path / "s.db"), columns=columns)
-    assert "1024-4096 n-gram else draft 62" in " ".join(shown.split())
-    assert "10M" in shown
-    assert max(map(len, shown.splitlines())) <= columns
-    assert "…" not in shown
-
-
-def test_a_title_leaves_out_what_does_not_fit_unless_two_contexts_would_look_alike():
-    pair = "bundled:target-60m#2f4350cf + bundled:draft#3866d0ca on cpu:Intel(R) Xeon(R) Processor x2, bfloat16"
-    name, other = (f"{pair} [openvino,threads={number},c7782052]" for number in (2, 4))
-    title = "bundled:target-60m + bundled:draft on cpu:Intel Xeon Processor x2, bfloat16"
-    assert titles_of([name], 80) == {name: title}
-    assert titles_of([name], 200) == {name: name}
-    assert titles_of([name, other], 80) == {name: name, other: other}
-
-
-def test_the_table_of_loads_starts_with_the_fewest_requests():
-    loads = [Load(16, {"plain": 100.0, "learned": 123.0}), Load(1, {"plain": 0.0, "learned": 90.0})]
-    console = Console(file=io.StringIO(), width=80)
-    console.print(throughput(loads, 80))
-    assert [line.split() for line in console.file.getvalue().splitlines()[1:]] == [
-        ["1", "0", "90"],
-        ["16", "100", "123", "1.23x"],
-    ]
 
 
 def test_json_is_the_rows_of_the_view(database):
@@ -123,17 +84,3 @@ def test_top_joins_neighbouring_batch_sizes_with_one_arm_at_about_the_same_cost(
         ("7-9", "plain", None),
         ("10", "plain", pytest.approx(2.0)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("arm", "equal_arms", "width", "shown"),
-    [
-        ("draft 3", "draft 4 = draft 5 = n-gram", 60, "draft 3 = 4 = 5 = n-gram"),
-        ("draft 3", "draft 4 = draft 5 = n-gram", 17, "draft 3 = 4 (+2)"),
-        ("n-gram", "draft 1 = n-gram else draft 2", 60, "n-gram = draft 1 = n-gram else draft 2"),
-        ("n-gram else draft 2", "draft 2 = n-gram else draft 1", 60, "n-gram else draft 2 = draft 2 = 1"),
-        ("plain", None, 25, "plain"),
-    ],
-)
-def test_equal_arms_stand_beside_the_arm_as_far_as_they_fit(arm, equal_arms, width, shown):
-    assert arm_and_equals(Range("1", arm, equal_arms), width) == shown

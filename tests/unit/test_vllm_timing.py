@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from speclen.integrations.vllm.device_clock import DeviceClock, device_clock
+from speclen.integrations.vllm.device_clock import DeviceClock
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.integrations.vllm.timing import StepShape, overlap_flags
 from speclen.integrations.vllm.wiring import OVERLAPPED_PROBE_STEPS, PROBE_STEPS
@@ -213,55 +213,20 @@ def test_the_rule(changes, flags):
     assert overlap_flags(before, step, following) == flags
 
 
-def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable():
-    queue = Queue(MACHINES["host-bound"])
-    queue.run([ArmChoice(Arm(3))] * 12)
-    while queue.in_flight:
-        queue.take()
-    queue.now_ms += 500.0  # nobody asked for anything
-    queue.run([ArmChoice(Arm(3))] * 4)
-    usable = [not each.flags for each in queue.records]
-    assert usable[:12] == [False] * 3 + [True] * 8 + [False]
-    assert usable[12:] == [False, True, True], "the first one found an empty queue"
-    assert max(each.latency_s for each in queue.records) < 0.1, "the wait is nobody's time"
-
-
-def test_with_the_devices_clock_a_record_comes_with_the_next_result():
-    queue = Queue(MACHINES["device-bound"], timed=True)
-    queue.run([ArmChoice(Arm(3))] * 12)
-    assert len(queue.records) == 10, "of 11 results"
-    while queue.in_flight:
-        queue.take()
-    queue.now_ms += 500.0  # nobody asked for anything
-    queue.run([ArmChoice(Arm(3))] * 4)
-    usable = [not each.flags for each in queue.records]
-    assert usable == [False] * 2 + [True] * 9 + [False, False, True], "none before, none behind, an empty queue"
-
-
-def test_a_mark_that_the_device_has_not_reached_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(Event, "query", lambda event: False)
-    records = Queue(MACHINES["device-bound"], timed=True).run([ArmChoice(Arm(3))] * 12)
-    assert {StepFlag.OVERLAP} <= set.intersection(*(set(each.flags) for each in records))
-
-
 @pytest.mark.parametrize(
-    ("is_cuda", "backend", "overlapped", "has_clock"),
-    [
-        (True, "uni", True, True),
-        (True, "mp", True, False),  # the model runs in another process
-        (True, "uni", False, False),
-        (False, "uni", True, False),
-    ],
+    ("name", "timed", "usable"),
+    [("host-bound", False, "---++++++++-" + "-++"), ("device-bound", True, "--+++++++++-" + "-+")],
 )
-def test_the_devices_clock_is_read_where_the_model_runs_in_this_thread(
-    monkeypatch, is_cuda, backend, overlapped, has_clock
-):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    config = fake_vllm.config(
-        parallel_config__distributed_executor_backend=backend, scheduler_config__async_scheduling=overlapped
-    )
-    found = device_clock(config, SimpleNamespace(is_cuda=lambda: is_cuda))
-    assert (found is not None) is has_clock
+def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable(name, timed, usable):
+    """With the device's clock a record comes with the next result."""
+    queue = Queue(MACHINES[name], timed)
+    queue.run([ArmChoice(Arm(3))] * 12)
+    while queue.in_flight:
+        queue.take()
+    queue.now_ms += 500.0  # nobody asked for anything
+    queue.run([ArmChoice(Arm(3))] * 4)
+    assert "".join("-+"[not each.flags] for each in queue.records) == usable
+    assert max(each.latency_s for each in queue.records if not each.flags) < 0.1, "the wait is nobody's time"
 
 
 @pytest.mark.parametrize(

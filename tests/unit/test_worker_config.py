@@ -6,7 +6,6 @@ import socket
 import pytest
 
 from speclen.records import PLAIN, Arm, Limits
-from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.service.assembly import initial_table
 from speclen.worker.service.server import check_config
@@ -33,14 +32,6 @@ def test_policies(policy, expected):
 def test_unknown_policies_are_named(policy):
     with pytest.raises(ValueError, match="--policy"):
         parse_policy(policy)
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "num_parameters", "threads"),
-    [(1, 10**9, 1), (2, 10**9, 2), (16, 5 * 10**6, 1), (16, 60 * 10**6, 7), (16, 7 * 10**9, 16)],
-)
-def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads):
-    assert default_threads(num_cores, num_parameters) == threads
 
 
 @pytest.mark.parametrize(
@@ -99,20 +90,6 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
 def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings)
-
-
-@pytest.mark.parametrize("device", ["auto", "cpu", "cpu:0", "cuda", "cuda:1"])
-def test_devices_may_have_numbers(device):
-    assert WorkerConfig(device=device).device == device
-
-
-def free_addresses(count):
-    """Addresses that nothing listens on, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return [f"127.0.0.1:{port}" for port in ports]
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])
