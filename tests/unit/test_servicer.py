@@ -111,7 +111,7 @@ async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
 
 
 async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str) -> int:
-    """How many tokens a request of this caller gets."""
+    """Tokens that a request of this caller gets."""
     async with (
         engine.open(uuid.uuid4().hex) as stream,
         engine.running([request], stream, caller, 0.0) as outputs,
