@@ -28,6 +28,7 @@ from speclen.worker.backends.torch.row_attention import PackedAttention, Recorde
 # Classes of transformers whose layers are norm, attention, norm, gated MLP. The last one also normalises queries and keys.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SILUS = (nn.SiLU, SiLUActivation)
+FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed ahead
 Kernels: TypeAlias = Any  # the module `fused`, whose import fails without Triton
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,8 @@ class LlamaDecoder(nn.Module):
     """A Llama-style model of transformers, with the part of its interface that the engine uses.
 
     angles: [positions, 2, head_dim], cosines and sines of each position, the first half of the sines negated: a rotated head
-    is x * cos + (x with its halves exchanged) * sin.
+    is x * cos + (x with its halves exchanged) * sin. On a CPU the table grows; elsewhere, where recorded passes need fixed
+    addresses, it has all max_context_length positions.
     """
 
     angles: torch.Tensor
@@ -165,13 +167,22 @@ class LlamaDecoder(nn.Module):
         self.norm = RMSNorm(model.model.norm)
         self.head = model.lm_head
         self.rotary = model.model.rotary_emb
-        self.register_buffer("angles", self._angles_of(max_context_length))
+        self._most_positions = max_context_length
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        num_positions = min(FIRST_POSITIONS, max_context_length) if on_cpu else max_context_length
+        self.register_buffer("angles", self._angles_of(num_positions))
 
     def _angles_of(self, num_positions: int) -> torch.Tensor:
         weight = self.embedding.weight
         cos, sin = self.rotary(weight[:1], torch.arange(num_positions, device=weight.device)[None])
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
         return torch.stack([cos[0], sin[0]], dim=1)
+
+    def reach(self, position_ids: torch.Tensor) -> None:
+        """Extend the angles to these positions, at least doubling the table."""
+        needed = int(position_ids.max()) + 1
+        if needed > len(self.angles):
+            self.angles = self._angles_of(min(self._most_positions, max(needed, 2 * len(self.angles))))
 
     def leave_out_kernels(self, reason: str) -> None:
         """Use torch's alone from now on, after a warning."""
@@ -198,6 +209,8 @@ class LlamaDecoder(nn.Module):
 
         logits_to_keep: number of last positions, or their indices. use_cache: unused, as keys are in row_attention's pool.
         """
+        if len(self.angles) < self._most_positions:
+            self.reach(position_ids)
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
         # Launching one from Python takes longer than launching the operators it replaces from C++.
         kernels = self.kernels if isinstance(row_attention, RecordedRows) else None
