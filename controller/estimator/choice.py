@@ -13,7 +13,7 @@ import numpy as np
 
 from speclen.controller.estimator.model import Estimates
 from speclen.controller.estimator.saving import Array
-from speclen.controller.estimator.sizes import FIRST_AFTER, Grid, moved, pause
+from speclen.controller.estimator.sizes import Grid, moved
 from speclen.records import Profile
 
 ADAPTIVE = "adaptive"
@@ -23,8 +23,14 @@ STAYS = 0.005  # log score by which another arm must be better
 OPTIMISM = 1.0  # standard deviations
 EARNED = 0.01  # seconds of probes per second of steps
 CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
+FIRST_AFTER, PER_STEP = 8.0, 0.1  # steps after which something is done anew: at first, more per step that was seen
 MOST_GAP = 120.0  # steps between probes of a size
 COLD_LENGTH = 2
+
+
+def pause(num_seen: float, most: float) -> float:
+    """Steps until something is done anew: rarer with what was seen, at most so many."""
+    return min(FIRST_AFTER + PER_STEP * num_seen, most)
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speclen.controller.estimator.choice import Selection
+from speclen.controller.estimator.choice import FIRST_AFTER, Selection, pause
 from speclen.controller.estimator.features import features_of
 from speclen.controller.estimator.isolation import Worker, is_apart
 from speclen.controller.estimator.load import Traffic
 from speclen.controller.estimator.model import Estimates, estimates_of, solve_all
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.seeding import evidence_of
-from speclen.controller.estimator.sizes import FIRST_AFTER, Cells, Grid, pause
+from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import NOTHING, Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
 from speclen.controller.estimator.workers import Workers, fair_weights
@@ -102,9 +102,10 @@ class Context:
         """Make room for the longest lengths of all contexts of the pair."""
         longest = max(each.limits.max_speculation_length for each in self.pair)
         for each in self.pair:
-            each.workers.extend_tokens(longest)
-            for name in each.groups:
-                each.estimate(name)
+            if each.workers.tokens.reached.shape[1] < longest:
+                each.workers.extend_tokens(longest)
+                for name in each.groups if each is not self else ():
+                    each.estimate(name)
 
     def widen(self, limits: Limits) -> None:
         """Go on with larger limits."""

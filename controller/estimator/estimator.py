@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from speclen.controller.estimator.choice import ADAPTIVE, check_policy, lengths_of
 from speclen.controller.estimator.context import POOL, Context
 from speclen.controller.estimator.seeding import check_profile
-from speclen.controller.estimator.shown import estimates_of, ms_per_token
+from speclen.controller.estimator.shown import ms_per_token, rows_of
 from speclen.records import (
     ArmEstimate,
     Choice,
@@ -108,13 +108,12 @@ class Estimator:
 
     def _decide_all(self, context: Context, reason: str) -> list[Decision]:
         before = context.arms_in_use() if context.has_decided else {}
-        if self.policy == ADAPTIVE:
-            for name in context.groups:
-                context.solve(name)
-        else:
+        if self.policy != ADAPTIVE:
             profile = self._profiles.get(context.key)
             lengths = lengths_of(self.policy, context.grid.sizes, context.limits.max_speculation_length, profile)
             context.groups[POOL].selection.freeze(lengths)
+        for name in context.groups:
+            context.solve(name)
         context.has_decided = True
         return self._decisions(context, before, reason)
 
@@ -180,7 +179,7 @@ class Estimator:
 
     def rows(self, key: ContextKey) -> list[ArmEstimate]:
         """The learned table: one row per range of batch sizes and arm."""
-        return estimates_of(self._contexts[key])
+        return rows_of(self._contexts[key])
 
     def survival(self, pair: PairKey) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
@@ -227,7 +226,7 @@ def _read_state(content: bytes) -> list[Context]:
             context.pair = copies
             for name in context.groups:
                 context.estimate(name)
-            estimates_of(context)
+            rows_of(context)
     except ValidationError as error:
         raise ValueError(f"this is no state of an estimator: {error.errors()[0]['msg']}") from error
     except (ValueError, IndexError, KeyError) as error:

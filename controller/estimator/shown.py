@@ -23,7 +23,7 @@ def ms_per_token(context: Context, name: str, at: int, arm: Arm) -> float | None
     return 1000.0 * estimates.step_s(*place) / float(np.exp(estimates.log_tokens[place]))
 
 
-def estimates_of(context: Context) -> list[ArmEstimate]:
+def rows_of(context: Context) -> list[ArmEstimate]:
     """Rows by range of batch sizes and arm."""
     group, grid = context.groups[""], context.grid
     estimates = group.estimates

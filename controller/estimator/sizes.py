@@ -11,14 +11,8 @@ from speclen.controller.estimator.features import NUM_FEATURES
 from speclen.controller.estimator.saving import Array
 from speclen.records import Arm, Limits
 
-FIRST_AFTER, PER_STEP = 8.0, 0.1  # steps after which something is done anew: at first, more per step that was seen
 GROWTH = 0.12  # width of a range relative to its first size: up to 16 each size is one
 MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
-
-
-def pause(num_seen: float, most: float) -> float:
-    """Steps until something is done anew: rarer with what was seen, at most so many."""
-    return min(FIRST_AFTER + PER_STEP * num_seen, most)
 
 
 class Grid(NamedTuple):
