@@ -68,8 +68,8 @@ class Selection:
             setattr(self, name, np.append(getattr(self, name), getattr(new, name)[len(self.arms) - more :]))
 
     def go_on_from(self, other: Selection) -> None:
-        """Begin with the arms of another group."""
-        self.arms, self.version = other.arms.copy(), other.version + 1
+        """Begin with the arms of another group, and under its policy."""
+        self.arms, self.version, self.frozen = other.arms.copy(), other.version + 1, other.frozen
 
     def freeze(self, arms: np.ndarray) -> None:
         """Keep these arms, of a policy that does not learn."""

@@ -257,6 +257,17 @@ def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -
     assert worker.estimator.table(KEY).arm_for(1) == Arm(length)
 
 
+def test_a_policy_that_does_not_learn_is_that_of_isolated_workers_too() -> None:
+    estimator = made("fixed:3")
+    workers = [Worker(estimator, f"worker-{at}", at, 0.6) for at in range(4)]
+    workers[0].distort = all_accepted
+    for _ in range(60):
+        for worker in workers:
+            worker.serve(4, GROUP)
+    assert estimator.is_isolated(KEY, "worker-0")
+    assert {choice.arm for choice in estimator.table(KEY, "worker-0").choices} == {Arm(3)}
+
+
 def test_a_policy_that_does_not_learn_goes_on_with_longer_lengths() -> None:
     worker = Worker(made("fixed:5", limits=Limits(8, 2)))
     worker.serve(4, 40)
