@@ -1,6 +1,7 @@
 """A controller that reads the database goes on as if nothing had happened; what it cannot use is kept."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -66,3 +67,12 @@ def test_a_state_that_is_none_is_set_aside_and_its_contexts_begin_anew(tmp_path,
     assert [context.key for context in forgotten] == [KEY, ELSEWHERE]
     assert estimator.table(KEY).arm_for(1) == Arm(3), "its profile seeds it again"
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
+
+
+def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
+    stored = saved(tmp_path / "s.db")
+    worker = stored.workers[0]._replace(missing_ranges=json.dumps({"1": 2}))
+    changed = StoredState(stored.contexts, (worker,), stored.states, stored.last_group_id, stored.last_profile_id)
+    _, registry, forgotten, [event] = restored(changed)
+    assert (forgotten, event.content) == ([], b'{"1": 2}')
+    assert registry.workers["w"].seqs.missing == []

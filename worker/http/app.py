@@ -26,12 +26,15 @@ from speclen.worker.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Sampling,
     TokenizeRequest,
 )
 from speclen.worker.http.translate import Job, chat_job, completion_job
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
+# Fields of the body that the answer needs once its job is made.
+NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -195,10 +198,15 @@ def caller_of(request: Request) -> str:
     return f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
 
 
-def forget(request: Request, body: Any) -> None:
-    """Release unknown fields, which may be large, and Starlette's caches of the body: a request may take long."""
-    for name in ("_body", "_json"):
+def forget(request: Request, body: Sampling) -> None:
+    """Release the parts of a body that its answer does not need.
+
+    A request may take long, and parsed bodies take up to thirty times their bytes.
+    """
+    for name in ("_body", "_json"):  # Starlette's caches of the body
         request.__dict__.pop(name, None)
+    for name in set(type(body).model_fields) - NEEDED:
+        body.__dict__[name] = None
     for part in (body, body.stream_options):
         if part is not None and part.model_extra:
             part.model_extra.clear()

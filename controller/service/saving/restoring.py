@@ -19,7 +19,7 @@ from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import profile_of
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_profiles
-from speclen.store.records import ProfileRow, StoredState, StoreEventRow
+from speclen.store.records import ProfileRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
 
@@ -27,10 +27,7 @@ log = structlog.get_logger()
 def restore(
     estimator: Estimator, registry: Registry, stored: StoredState, database: Path | None = None
 ) -> tuple[list[Context], list[StoreEventRow]]:
-    """Go on where the stored state stopped; returns contexts that begin anew, and what could not be used.
-
-    Raises ValueError for a worker's numbers that nobody wrote.
-    """
+    """Go on where the stored state stopped; returns contexts that begin anew, and what could not be used."""
     contexts = {
         row.context_id: registry.add_context(Context(row.context_id, row.key, row.limits, row.created_at))
         for row in stored.contexts
@@ -41,7 +38,7 @@ def restore(
         _seed(estimator, context, profiles)
     forgotten, aside = _restore_states(estimator, list(contexts.values()), stored.states)
     for worker in stored.workers:
-        registry.add_worker(rows.worker_of(worker, contexts[worker.context_id]))
+        aside += _restore_worker(registry, worker, contexts[worker.context_id])
     for context in forgotten:
         _seed(estimator, context, profiles)
     return forgotten, aside
@@ -77,6 +74,15 @@ def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]
     for profile in profiles:
         if profile.context_id == context.context_id:
             estimator.seed_profile(context.key, profile_of(profile))
+
+
+def _restore_worker(registry: Registry, row: WorkerRow, context: Context) -> list[StoreEventRow]:
+    try:
+        registry.add_worker(rows.worker_of(row, context))
+    except ValueError as error:
+        registry.add_worker(rows.worker_of(row._replace(missing_ranges="[]"), context))
+        return [set_aside(f"numbers of worker {row.worker_id!r}", error, row.missing_ranges.encode())]
+    return []
 
 
 def set_aside(what: str, error: Exception, content: bytes) -> StoreEventRow:
