@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import openai
 
+from speclen.bench.serving.warm import free_address
 from speclen.cli.support.processes import without_settings
 
 HERE = Path(__file__).parent
@@ -86,8 +86,7 @@ class Server:
 
     def __init__(self, mode: Mode, work: Path, target: str, draft: str) -> None:
         self._mode, self._log = mode, work / f"{mode.program.replace(' ', '-')}.log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._port = probe.getsockname()[1]
+        self._port = int(free_address().rpartition(":")[2])
         home = work / mode.environment
         python = str(home / "bin" / "python") if mode.environment else sys.executable
         environment = without_settings(os.environ)
