@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 GRACE_S = 20.0  # between the signal that asks a part to end and the one that makes it
@@ -65,6 +66,8 @@ def run_part(part: Part, seconds: float) -> Outcome:
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
+            # A shell's background jobs ignore interrupts, and so would the part.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     try:
         end = "failed" if process.wait(limit) else "done"
