@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import random
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-
-import grpc
 
 from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
 from speclen.v1 import control_pb2 as pb
-from tests.support.kill_checks import check_reports
-from tests.support.kill_harness import ReportingWorker
+from tests.support.reporting_worker import EPOCH, ReportingWorker, step_report
+from tests.support.store_rows import rows
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float32")
 
@@ -24,8 +23,15 @@ CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float3
 class Reporter:
     """Keeps reporting for the length of a `with` block, and connects again whenever the connection ends."""
 
-    def __init__(self, address: str, dice: random.Random, number: int = 1, max_unacknowledged: int = 3000) -> None:
-        self.worker = ReportingWorker(number, CONTEXT, dice, max_unacknowledged)
+    def __init__(
+        self,
+        address: str,
+        dice: random.Random,
+        number: int = 1,
+        context: pb.ContextKey = CONTEXT,
+        max_unacknowledged: int = 3000,
+    ) -> None:
+        self.worker = ReportingWorker(number, context, dice, max_unacknowledged)
         self.address = address
         self._done = False
         self._failure: BaseException | None = None
@@ -44,14 +50,11 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._done:
-            with contextlib.suppress(grpc.RpcError):
-                try:
-                    self.worker.report_until_broken(self.address)
-                except grpc.RpcError:
-                    raise
-                except Exception as error:
-                    self._failure = error
-                    return
+            try:
+                self.worker.report_until_broken(self.address)
+            except Exception as error:
+                self._failure = error
+                return
             if self.worker.finishing and not self.worker.unacknowledged:
                 return
             time.sleep(0.02)
@@ -81,10 +84,14 @@ class Reporter:
 
     def check_stored(self, database: Path) -> None:
         """All that was reported is there once, as it was sent. Raises BreachError."""
-        connection = connect_reader(database)
-        try:
-            check_reports(database, self.worker.number, self.worker.last_seq, list(stored_reports(connection)))
-        except AssertionError as error:
-            raise BreachError(str(error).splitlines()[0]) from error
-        finally:
-            connection.close()
+        query = f"SELECT worker_key FROM workers WHERE worker_id = 'worker-{self.worker.number}'"
+        [(worker_key,)] = rows(database, query)
+        with closing(connect_reader(database)) as connection:
+            mine = [row for row in stored_reports(connection) if row.worker_key == worker_key]
+        seqs = sorted(row.seq for row in mine)
+        require(seqs == [*range(1, self.worker.last_seq + 1)], "a report is lost or counted twice")
+        for row in mine:
+            sent = step_report(self.worker.number, row.seq)
+            stored = row.epoch, row.batch_size, row.latency_s, json.loads(row.accepted_histogram)
+            expected = EPOCH, sent.batch_size, sent.latency_s, [*sent.accepted_histogram]
+            require(stored == expected, f"report {row.seq} was stored as {stored} and sent as {expected}")

@@ -8,18 +8,12 @@ purpose has to wait for the next message that is ahead of all others, because du
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
 import grpc
 
@@ -171,117 +165,3 @@ class ReportingWorker:
             if self.dice.random() < 0.1:
                 self.num_repeated += len(group)
                 yield group
-
-
-class ControllerProcess:
-    """A real `speclen controller` on a port of its own choice."""
-
-    def __init__(self, database: Path, failpoint: str = "", log: Path | None = None) -> None:
-        listen = ["--listen", "127.0.0.1:0", "--db", str(database), "--commit-interval-s", "0.02"]
-        with (log or database.with_name("controller.log")).open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "speclen.cli.app", "controller", *listen],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "SPECLEN_FAILPOINT": failpoint},
-            )
-
-    def wait_until_serving(self) -> str:
-        """Its address; empty if it died before."""
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        return line.split(" serving on ")[1].split(",")[0] if line else ""
-
-    def end(self, number: int) -> int:
-        """Send a signal and wait; returns the exit code."""
-        self.process.send_signal(number)
-        return self.wait(30.0)
-
-    def wait(self, timeout_s: float) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
-        try:
-            self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        return self.process.returncode
-
-
-class Lane:
-    """One database, its controllers, one after the other, and its workers."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        folder.mkdir()
-        self.database = folder / "kill.db"
-        self.log = folder / "controller.log"
-        self.dice = random.Random(seed)
-        keys = [("t", "d", "cpu:one"), ("t", "d", "cpu:two"), ("t", "other", "cpu:one")]
-        self.workers = [
-            ReportingWorker(
-                number,
-                pb.ContextKey(target=target, draft=draft, device=device, dtype="float32"),
-                random.Random(seed * 100 + number),
-            )
-            for number, (target, draft, device) in enumerate(keys, start=1)
-        ]
-        self.num_kills = 0
-        self.worker_failures: list[Exception] = []
-        self._address = ""
-        self._done = False
-
-    def run(self, failpoints: list[str], num_random: int) -> None:
-        """Kill at every failpoint given ("name:count") and num_random times at random, then end in peace."""
-        plan = failpoints + [""] * num_random
-        self.dice.shuffle(plan)
-        threads = [threading.Thread(target=self._keep_reporting, args=(each,), daemon=True) for each in self.workers]
-        for thread in threads:
-            thread.start()
-        try:
-            for failpoint in plan:
-                self._one_life(failpoint)
-            self._end_in_peace()
-        finally:
-            self._done = True
-            for thread in threads:
-                thread.join(30)
-
-    def _keep_reporting(self, worker: ReportingWorker) -> None:
-        while not self._done:
-            address = self._address
-            if address:
-                try:
-                    worker.report_until_broken(address)
-                except Exception as error:
-                    self.worker_failures.append(error)
-                    raise
-                if worker.finishing and not worker.unacknowledged:
-                    return
-            time.sleep(0.005)
-
-    def _one_life(self, failpoint: str) -> None:
-        controller = ControllerProcess(self.database, failpoint)
-        if not failpoint and self.dice.random() < 0.3:  # while it starts: imports, recovery, restoring
-            time.sleep(self.dice.uniform(0.1, 1.0))
-            code = controller.end(signal.SIGKILL)
-        else:
-            self._address = controller.wait_until_serving()
-            if not failpoint:
-                time.sleep(self.dice.expovariate(1 / 0.12))
-            code = controller.wait(60.0) if failpoint else controller.end(signal.SIGKILL)
-        self._address = ""
-        assert code == -signal.SIGKILL, f"{code} at {failpoint or 'a random moment'}"
-        self.num_kills += 1
-
-    def _end_in_peace(self) -> None:
-        """A last life, in which everything is acknowledged and the controller is asked to stop."""
-        for worker in self.workers:
-            worker.finishing = True
-        controller = ControllerProcess(self.database)
-        self._address = controller.wait_until_serving()
-        deadline = time.monotonic() + 60
-        while any(worker.unacknowledged for worker in self.workers) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        left = {worker.number: len(worker.unacknowledged) for worker in self.workers}
-        self._address = ""
-        assert controller.end(signal.SIGTERM) == 0
-        assert not any(left.values()), f"never acknowledged: {left}"
