@@ -23,9 +23,9 @@ def store_is(fleet: Fleet, ok: bool) -> float:
 
 def check_waiting(fleet: Fleet, reporter: Reporter) -> None:
     """Learning goes on, nothing is acknowledged, and the controller itself is well."""
-    acknowledged, sent = reporter.num_acknowledged, reporter.worker.last_seq
-    until(lambda: reporter.worker.last_seq > sent + 100, "a report while the disk fails")
-    require(reporter.num_acknowledged == acknowledged, "a report was acknowledged while the disk took nothing")
+    acknowledged, sent = reporter.durable_seq, reporter.last_seq
+    until(lambda: reporter.last_seq > sent + 100, "a report while the disk fails")
+    require(reporter.durable_seq == acknowledged, "a report was acknowledged while the disk took nothing")
     require(fleet.controller.health() == SERVING, "the controller is not SERVING while its disk fails")
 
 
@@ -55,7 +55,7 @@ def fill(file: Path) -> None:
 def disk_full(place: Place) -> str:
     """A real file system is filled up beneath the controller, and has room again."""
     with small_disk(place.folder / "disk") as disk, Fleet(place, 0, database=disk / "speclen.db") as fleet:
-        with Reporter(fleet.controller.address, place.dice, max_unacknowledged=10**6) as reporter:
+        with Reporter(fleet.controller.address, place.dice, max_waiting=10**6) as reporter:
             reporter.wait_for_more()
             fill(disk / "ballast")
             store_is(fleet, False)
@@ -65,7 +65,7 @@ def disk_full(place: Place) -> str:
             reporter.finish()
         reporter.check_stored(fleet.database)
         check_database(fleet.database)
-    return f"{reporter.num_acknowledged:,} reports, all stored once"
+    return f"{reporter.durable_seq:,} reports, all stored once"
 
 
 @fault("As when the disk is full: nothing is acknowledged that is not on the disk, and it recovers by itself.")
@@ -74,7 +74,7 @@ def disk_errors(place: Place) -> str:
     shim = Shim(place.folder)
     kinds = [{"write_errno": errno.ENOSPC}, {"write_errno": errno.EIO}, {"sync_errno": errno.EIO}]
     with Fleet(place, 0, environment=shim.environment) as fleet:
-        with Reporter(fleet.controller.address, place.dice, max_unacknowledged=10**6) as reporter:
+        with Reporter(fleet.controller.address, place.dice, max_waiting=10**6) as reporter:
             for times in place.rounds(3):
                 reporter.wait_for_more()
                 shim.set(**kinds[times % 3])
@@ -85,4 +85,4 @@ def disk_errors(place: Place) -> str:
             reporter.finish()
         reporter.check_stored(fleet.database)
         check_database(fleet.database)
-    return f"{times + 1} times, {shim.num_faults} calls failed; {reporter.num_acknowledged:,} reports, all stored once"
+    return f"{times + 1} times, {shim.num_faults} calls failed; {reporter.durable_seq:,} reports, all stored once"

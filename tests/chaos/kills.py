@@ -51,13 +51,13 @@ def kill_controller(place: Place) -> str:
         for reporter in reporters:
             reporter.finish()
     for reporter in reporters:
-        require(reporter.worker.num_repeated and reporter.worker.num_overtaken, "no group was repeated or overtaken")
+        require(reporter.num_repeated and reporter.num_swapped, "no group was repeated or swapped")
         reporter.check_stored(fleet.database)
     check_database(fleet.database)
     check_replay(fleet.database)
     complaints = re.findall(r'.*"level": "(?:error|critical)".*', fleet.controller.log.read_text())
     require(not complaints, f"a controller complained: {complaints[:1]}")
-    num_reports = sum(reporter.num_acknowledged for reporter in reporters)
+    num_reports = sum(reporter.durable_seq for reporter in reporters)
     return f"{num_kills + 1} kills, {num_reports:,} reports acknowledged: 0 lost, 0 counted twice"
 
 
