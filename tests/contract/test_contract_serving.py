@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract import protocol, servers
 from tests.contract.protocol import Completion, generate, server_info
-from tests.contract.servers import BUNDLED_TARGET, as_json, until
+from tests.contract.servers import BUNDLED_TARGET, as_json
+from tests.support.waiting import until
 
 PROMPTS = (
     "def add(a, b):\n    return",
