@@ -75,16 +75,6 @@ def test_the_verb_generate_prints_what_the_call_gives(proposing):
     assert generate(proposing.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
 
 
-def test_abort_ends_a_request_at_once(proposing):
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(generate, proposing.channel, PROMPTS[1], 900, None, "long")
-        until(lambda: server_info(proposing.channel).num_running)
-        assert protocol.abort(proposing.channel, "long") == 1
-        assert protocol.abort(proposing.channel, "never heard of") == 0
-        assert long.result().was_aborted
-    until(lambda: not server_info(proposing.channel).num_running)
-
-
 def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
     """Before there is one, while it stands still, and when it was killed; in the end every step is on disk, once."""
     controller = servers.controller(tmp_path)
