@@ -159,6 +159,7 @@ def keep_sending(
 def print_tables(loads: list[Load], database: Path) -> None:
     console = Console(highlight=False)
     console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
+    console.print(Text("Learned of decoding steps alone, without prefill", style="bold"))
     console.print(*learned_parts(database, context=""), sep="\n")
 
 
