@@ -135,7 +135,6 @@ def stored_profiles(connection: Connection) -> list[StoredProfile]:
     found = []
     for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
         values = dict(zip(columns, row, strict=True))
-        values["as_prior"] = bool(values["as_prior"])
         for name in ("survival", "num_survival_rows"):
             values[name] = tuple(json.loads(values[name]))
         profile = ProfileRow(**values, cells=tuple(cells[values["profile_id"]]))
