@@ -61,9 +61,9 @@ class Child:
     started_at: float = 0.0
     num_restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
-    restart_at: float | None = field(default=None)
+    restart_at: float | None = None
     log_begin: int = 0
-    log_position: int = 0
+    num_remarked: int = 0  # lines of this life's log
     # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
     run_id: str = ""
     client: Client = field(default_factory=Client)
@@ -72,7 +72,7 @@ class Child:
 
     def start(self) -> None:
         with self.log_file.open("ab") as log:
-            self.log_position = self.log_begin = log.tell()
+            self.log_begin, self.num_remarked = log.tell(), 0
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.cli.app", *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -95,13 +95,17 @@ class Child:
 
     def last_line(self) -> str:
         """The last line that this life has logged, which names the cause when a process has ended by itself."""
+        lines = self._logged().strip().splitlines()
+        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+
+    def _logged(self) -> str:
+        """All that this life has logged; nothing where somebody has cleared up."""
         try:
             with self.log_file.open("rb") as log:
                 log.seek(self.log_begin)
-                lines = log.read().decode("utf-8", errors="replace").strip().splitlines()
-        except FileNotFoundError:  # somebody has cleared up
-            lines = []
-        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+                return log.read().decode("utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def with_variables(self, sentence: str) -> str:
         """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
@@ -113,15 +117,11 @@ class Child:
 
     def new_remarks(self) -> list[str]:
         """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start."""
-        if not self.log_file.exists():
-            return []
-        with self.log_file.open("rb") as log:
-            log.seek(self.log_position)
-            text, newline, _ = log.read().rpartition(b"\n")
-        self.log_position += len(text) + len(newline)
-        lines = text.decode("utf-8", errors="replace").splitlines()
+        lines = self._logged().splitlines(keepends=True)
+        new = [line.rstrip() for line in lines[self.num_remarked :] if line.endswith("\n")]
+        self.num_remarked += len(new)
         known = (" serving on ", f"starting a {self.kind} on ")
-        return [line for line in lines if line[:1].isalpha() and not any(words in line for words in known)]
+        return [line for line in new if line[:1].isalpha() and not any(words in line for words in known)]
 
     @property
     def kind(self) -> str:
@@ -151,11 +151,7 @@ class Child:
 
     def says_that_it_serves(self) -> bool:
         """True if this process has said so in its log."""
-        if self.process is None or not self.log_file.exists():
-            return False
-        with self.log_file.open("rb") as log:
-            log.seek(self.log_begin)
-            return f" serving on {self.address}".encode() in log.read()
+        return self.process is not None and f" serving on {self.address}" in self._logged()
 
     def wait_until_serving(self, timeout_s: float = math.inf, say: Callable[[str], None] = lambda remark: None) -> None:
         """Pass on its remarks until it serves: loading or downloading a large model takes as long as it takes.
