@@ -116,11 +116,14 @@ class Child:
         )
 
     def new_remarks(self) -> list[str]:
-        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start."""
+        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start.
+
+        Nor its last words: `last_line` has them.
+        """
         lines = self._logged().splitlines(keepends=True)
         new = [line.rstrip() for line in lines[self.num_remarked :] if line.endswith("\n")]
         self.num_remarked += len(new)
-        known = (" serving on ", f"starting a {self.kind} on ")
+        known = (" serving on ", f"starting a {self.kind} on ", "speclen: ")
         return [line for line in new if line[:1].isalpha() and not any(words in line for words in known)]
 
     @property
@@ -162,7 +165,7 @@ class Child:
         doing = "starting"
         while time.monotonic() - begin < timeout_s:
             if self.exit_code is not None:
-                raise UserError(f"the {self.name} did not start: {self.last_words()}")
+                raise UserError(f"{self.name} did not start: {self.last_words()}")
             for doing in self.new_remarks():
                 say(f"{self.name}: {doing}")
             if self.is_serving():
@@ -171,7 +174,7 @@ class Child:
                 told_at = time.monotonic()
                 say(f"{self.name}: {doing} ({told_at - begin:.0f} s so far)")
             time.sleep(0.1)
-        raise UserError(f"the {self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
+        raise UserError(f"{self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that did not help in time."""
@@ -201,17 +204,17 @@ class Child:
             if now - self.started_at > STABLE_S:
                 self.pause_s = FIRST_PAUSE_S
             self.restart_at = now + self.pause_s
-            return f"the {self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
+            return f"{self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
         if now >= self.restart_at:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
             try:
                 self.start()
             except OSError as error:  # the others go on
                 self.restart_at = now + self.pause_s
-                return f"the {self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
+                return f"{self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
             self.restart_at = None
             self.num_restarts += 1
-            return f"the {self.name} was started again"
+            return f"{self.name} was started again"
         return None
 
 

@@ -28,7 +28,7 @@ from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
-from speclen.worker.models.naming import check_names, draft_of
+from speclen.worker.models.naming import check_names
 
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
@@ -179,8 +179,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
     except ValueError as error:
         raise UserError(str(error)) from error
-    if draft_of(options["target"], options["draft"]) in ("", "none"):
-        say(f"{options['target']} serves without a draft model: only n-grams are proposed (--draft names one)")
     return options
 
 

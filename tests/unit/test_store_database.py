@@ -171,7 +171,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match=r"file/s\.db cannot be created .*--db"):
         Store.open(tmp_path / "file" / "s.db")
-    with pytest.raises(StoreError, match=r"There is no database at .*missing\.db"):
+    with pytest.raises(StoreError, match=r"there is no database at .*missing\.db"):
         connect_reader(tmp_path / "missing.db")
     (tmp_path / "folder.db").mkdir()
     os.mkfifo(tmp_path / "pipe.db")

@@ -62,7 +62,7 @@ def test_an_empty_database_says_what_to_do(tmp_path):
 def test_contradictory_flags_and_missing_files_are_refused(database, tmp_path):
     for arguments, words in [
         (["--db", str(database), "--json", "--watch"], "exclude each other"),
-        (["--db", str(tmp_path / "none.db")], "There is no database at"),
+        (["--db", str(tmp_path / "none.db")], "there is no database at"),
         (["--db", __file__], "is damaged"),
     ]:
         result = CliRunner().invoke(app, ["tables", *arguments])
