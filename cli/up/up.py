@@ -57,9 +57,10 @@ def up(
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     demo: bool = typer.Option(
         False,
+        "--demo",
         help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
     ),
-    once: bool = typer.Option(False, help="With --demo: stop after it."),
+    once: bool = typer.Option(False, "--once", help="With --demo: stop after it."),
     ray: str = typer.Option(
         "",
         metavar="[ADDRESS]",
