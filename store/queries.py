@@ -64,11 +64,6 @@ def stored_reports(connection: Connection) -> Iterator[ReportRow]:
     return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
 
 
-def num_reports(connection: Connection) -> int:
-    """Raw reports that are kept."""
-    return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
-
-
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
     """Every context, in order of context_id."""
     return tuple(_rows(connection, ContextRow, "contexts ORDER BY context_id"))
