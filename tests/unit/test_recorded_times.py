@@ -1,4 +1,4 @@
-"""What is believed of step times agrees with what was recorded: a run of the demo on two cores of an AMD EPYC.
+"""Step times as believed agree with those recorded: a run of the demo on two cores of an AMD EPYC.
 
 Arms take turns there in blocks of seconds, so few steps follow one of another arm. tests/data/demo_steps.jsonl.gz has a
 line for each step: batch size, draft tokens, n-grams or not, microseconds, tokens of context per sequence, drafted
