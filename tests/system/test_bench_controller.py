@@ -63,7 +63,7 @@ def test_workers_report_what_they_are_asked_for(tmp_path, sample_every):
             assert sum(at.service.totals.refused.values()) == 0
             assert load.sample_every == sample_every
             assert load.reports_per_s == pytest.approx(10 * 40 / sample_every, rel=0.6)
-            assert load.messages_per_s == pytest.approx(load.reports_per_s / 20, rel=0.3)
+            assert load.messages_per_s == pytest.approx(load.reports_per_s / 20, rel=0.5)
             assert load.busy == pytest.approx(1.0, abs=0.3)
             assert 0.0 < load.call_p50_ms <= load.call_p99_ms
             assert 0.0 < load.trip_p50_ms <= load.trip_p99_ms
