@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,14 +26,11 @@ def room_of(module: str) -> str:
 
     The modules in cli/ itself are a room: the verbs of one module each.
     """
-    parts = module.split(".")
-    if parts[0] in DIVIDED:
-        return (
-            "/".join(parts[:2])
-            if len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir()
-            else BESIDE.get(parts[0], "")
-        )
-    return "proto" if parts[0] == "v1" else parts[0]
+    top, _, rest = module.partition(".")
+    folder = rest.partition(".")[0]
+    if top not in DIVIDED:
+        return "proto" if top == "v1" else top
+    return f"{top}/{folder}" if folder and (ROOT / top / folder).is_dir() else BESIDE.get(top, "")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -56,21 +54,12 @@ def arrows_between_rooms() -> Arrows:
     return {room: below & arrows.keys() for room, below in arrows.items()}
 
 
-def reachable(arrows: Arrows, room: str) -> set[str]:
-    """All that a room imports, over any number of arrows."""
-    found: set[str] = set()
-    waiting = list(arrows[room])
-    while waiting:
-        below = waiting.pop()
-        if below not in found:
-            found.add(below)
-            waiting += arrows[below]
-    return found
-
-
 def reduced(arrows: Arrows) -> Arrows:
-    """The arrows that do not follow from others."""
-    return {room: below - {far for near in below for far in reachable(arrows, near)} for room, below in arrows.items()}
+    """The arrows that do not follow from others. Raises CycleError where they go round."""
+    far: Arrows = {}
+    for room in TopologicalSorter(arrows).static_order():
+        far[room] = set().union(*({near} | far[near] for near in arrows[room]))
+    return {room: near - set().union(*(far[other] for other in near)) for room, near in arrows.items()}
 
 
 def purpose(room: str) -> str:
@@ -103,20 +92,15 @@ def name(room: str) -> str:
     return room.replace("/", "_")
 
 
-def main() -> int:
+def main() -> None:
     text = DOCUMENT.read_text()
     before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    made = f"{before}{BEGIN}\n{drawing()}\n{END}{after}"
+    made = f"{before}{BEGIN}\n{drawing()}\n{END}{rest.partition(END)[2]}"
     if "--check" not in sys.argv:
         DOCUMENT.write_text(made)
     elif made != text:
-        print(
-            "docs/explanation/architecture.md is not what the code gives: run python scripts/house.py", file=sys.stderr
-        )
-        return 1
-    return 0
+        sys.exit("docs/explanation/architecture.md is not what the code gives: run python scripts/house.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
