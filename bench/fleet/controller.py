@@ -26,7 +26,7 @@ from speclen.worker.models.devices import processor_name
 
 STEPS_PER_S = 40.0  # of a worker in a fleet
 GROUP, LARGE_GROUP = 20, 64  # steps in a message: of half a second, and where as many are sent as are taken
-WARM_UP_S = 10.0
+WARM_UP_S = 5.0
 SECONDS = typer.Option(10.0, min=1.0, help="Length of a measurement.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
@@ -105,7 +105,7 @@ def fleet(
 def measured(storage: bool, workers: int, group: int, steps_per_s: float, seconds: float) -> Load:
     """Load of a fresh controller."""
     with controller_process(storage) as process:
-        return asyncio.run(load_of(process, workers, group, steps_per_s, WARM_UP_S, seconds))
+        return asyncio.run(load_of(process.address, process.cpu_s, workers, group, steps_per_s, WARM_UP_S, seconds))
 
 
 def show(setups: Mapping[str, partial[Load]], repeats: int, as_json: bool) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from grpc import aio
@@ -17,15 +16,6 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 CALL_INTERVAL_S = 0.05
-
-
-class Process(Protocol):
-    """A controller."""
-
-    address: str
-
-    def cpu_s(self) -> float:
-        """Processor time so far, all threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +37,32 @@ class Load:
 
 
 async def load_of(
-    process: Process, num_workers: int, group: int, steps_per_s: float, warm_up_s: float, seconds: float
+    address: str,
+    cpu_s: Callable[[], float],
+    num_workers: int,
+    group: int,
+    steps_per_s: float,
+    warm_up_s: float,
+    seconds: float,
 ) -> Load:
     """Let so many workers report, group steps in a message, and measure after a while. steps_per_s: math.inf for the most.
 
-    Raises RuntimeError when the controller ends a stream.
+    cpu_s: processor time of the controller so far. Raises RuntimeError when the controller ends a stream.
     """
-    async with swarm(process.address, num_workers) as workers, reporting(workers, group, steps_per_s):
-        (apart,) = await connect(process.address, 1)
+    async with swarm(address, num_workers) as workers, reporting(workers, group, steps_per_s):
+        (apart,) = await connect(address, 1)
         await call_times(apart, warm_up_s)
         for worker in workers:
             worker.trips_s.clear()
-        before, cpu_s, began = counts(workers), process.cpu_s(), time.perf_counter()
+        before, used_s, began = counts(workers), cpu_s(), time.perf_counter()
         calls_s = await call_times(apart, seconds)
-        taken_s, cpu_s, done = time.perf_counter() - began, process.cpu_s() - cpu_s, counts(workers) - before
+        taken_s, used_s, done = time.perf_counter() - began, cpu_s() - used_s, counts(workers) - before
         await apart.close()
     messages, reports = done.tolist()
     trips_s = [trip for worker in workers for trip in worker.trips_s]
     sample_every = max(worker.sample_every for worker in workers)
     return Load(
-        *(messages / taken_s, reports / taken_s, cpu_s / taken_s, 1e6 * cpu_s / max(reports, 1), sample_every),
+        *(messages / taken_s, reports / taken_s, used_s / taken_s, 1e6 * used_s / max(reports, 1), sample_every),
         *percentiles_ms(trips_s),
         *percentiles_ms(calls_s),
     )

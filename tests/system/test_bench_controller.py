@@ -14,16 +14,6 @@ from speclen.records import Limits
 from tests.support.control_fakes import run, served
 
 
-class Process:
-    """The controller of this process: its processor time is all of it."""
-
-    def __init__(self, address):
-        self.address = address
-
-    def cpu_s(self):
-        return time.perf_counter()
-
-
 def test_simulated_steps_are_plausible():
     for seq, step in enumerate(simulated_steps(random.Random(3), 200), start=1):
         step.seq = seq
@@ -45,7 +35,7 @@ def test_a_worker_that_is_cut_off_is_an_error_and_no_good_figure():
 def test_workers_without_a_pace_send_as_much_as_becomes_durable(tmp_path):
     async def story():
         async with served(tmp_path, commit_interval_s=0.05) as at:
-            load = await load_of(Process(at.address), 4, 16, math.inf, warm_up_s=0.5, seconds=2.0)
+            load = await load_of(at.address, time.perf_counter, 4, 16, math.inf, warm_up_s=0.5, seconds=2.0)
             totals = at.service.totals
             assert not totals.refused
             assert 4 * 40 * 2 < 2.0 * load.reports_per_s <= totals.num_reports
@@ -59,7 +49,7 @@ def test_workers_report_what_they_are_asked_for(tmp_path, sample_every):
     async def story():
         async with served(tmp_path, commit_interval_s=0.05) as at:
             at.service.sampling.sample_every, at.service.sampling.judge = sample_every, lambda: None
-            load = await load_of(Process(at.address), 10, 20, 40.0, warm_up_s=1.0, seconds=2.0)
+            load = await load_of(at.address, time.perf_counter, 10, 20, 40.0, warm_up_s=1.0, seconds=2.0)
             assert sum(at.service.totals.refused.values()) == 0
             assert load.sample_every == sample_every
             assert load.reports_per_s == pytest.approx(10 * 40 / sample_every, rel=0.6)
