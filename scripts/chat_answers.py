@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speclen.worker.requests.request import SequenceOutput
+from speclen.worker.requests.request import GenerationRequest, SequenceOutput
 
 
 @dataclass(slots=True)
@@ -17,13 +17,16 @@ class Row:
 
     ids: list[int]
     prompt_length: int
-    labels: Any = field(default_factory=list)
-    log_probs: Any = field(default_factory=list)
+    labels: Any
+    log_probs: Any
 
-    def take(self, output: SequenceOutput) -> None:
-        self.ids.extend(output.token_ids)
-        self.labels.extend(one.top_ids for one in output.logprobs)
-        self.log_probs.extend(one.top_logprobs for one in output.logprobs)
+
+def row_of(request: GenerationRequest, outputs: list[SequenceOutput]) -> Row:
+    """A prompt with its whole answer."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    likely = [one for output in outputs for one in output.logprobs]
+    ids, num = [*request.prompt_ids, *tokens], len(request.prompt_ids)
+    return Row(ids, num, [one.top_ids for one in likely], [one.top_logprobs for one in likely])
 
 
 def write_rows(file: Path, rows: list[Row]) -> None:

@@ -1,58 +1,19 @@
-"""Uses of the official client, one case each: it raises, or it passes."""
+"""Uses of the official client, as a table: each gives something true, or raises."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import openai
 import pydantic
-from openai.types.chat import ChatCompletionMessageParam
 
-PROMPT = "def fibonacci(n):\n"
-MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Write a function."}]
-
-
-def models(client: openai.OpenAI, model: str) -> None:
-    assert [one.id for one in client.models.list().data] == [model]
-
-
-def completion(client: openai.OpenAI, model: str) -> None:
-    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=16, temperature=0, n=2)
-    assert answer.choices[0].text == answer.choices[1].text
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 32
-
-
-def seeded_completion(client: openai.OpenAI, model: str) -> None:
-    twice = [
-        client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=1.0, seed=5).choices[0].text
-        for _ in range(2)
-    ]
-    assert twice[0] == twice[1]
-
-
-def chat(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model, messages=MESSAGES, max_tokens=16, logprobs=True, top_logprobs=2
-    )
-    logprobs = answer.choices[0].logprobs
-    assert answer.choices[0].message.role == "assistant"
-    assert logprobs is not None
-    assert logprobs.content
-
-
-def streams(client: openai.OpenAI, model: str) -> None:
-    whole = client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=0).choices[0].text
-    *chunks, last = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=32, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole
-    assert last.usage is not None
-    deltas = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=8, stream=True)
-    *_, ended = deltas
-    assert ended.choices[0].finish_reason is not None
+MODEL = "bundled-pair"
+BODY = {"model": MODEL, "prompt": "def fibonacci(n):\n", "max_tokens": 32, "temperature": 0}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Write a function."}], "max_tokens": 400}
+Case = Callable[[openai.OpenAI], Any]
 
 
 class Verdict(pydantic.BaseModel):
@@ -60,114 +21,99 @@ class Verdict(pydantic.BaseModel):
     language: Literal["python", "c"]
 
 
-def parsed_answer(client: openai.OpenAI, model: str) -> None:
-    """The client's own way to structured output. Little whitespace, of which a small model would write a lot."""
-    compact = {"x-guidance": {"whitespace_flexible": False}}
-    schema = {"name": "verdict", "schema": Verdict.model_json_schema() | compact}
-    for temperature in (0.0, 1.0):
-        answer = client.chat.completions.create(
-            model=model,
-            messages=MESSAGES,
-            max_tokens=64,
-            temperature=temperature,
-            extra_body={"response_format": {"type": "json_schema", "json_schema": schema}},
-        )
-        assert answer.choices[0].finish_reason == "stop"
-        Verdict.model_validate_json(answer.choices[0].message.content or "")
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**(BODY | fields))
 
 
-def parsed_by_the_client(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.parse(
-        model=model, messages=MESSAGES, response_format=Verdict, max_tokens=400, temperature=0
-    )
-    choice = answer.choices[0]
-    assert choice.finish_reason == "stop"
-    assert isinstance(choice.message.parsed, Verdict)
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**(CHAT | {"max_tokens": 16} | fields))
 
 
-def structured_output(client: openai.OpenAI, model: str) -> None:
-    wanted: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
-        ({"choice": ["yes", "no", "perhaps"]}, ("yes", "no", "perhaps").index),
-        ({"regex": "[0-9]{3}-[0-9]{4}"}, lambda text: int(text.replace("-", ""))),
-        ({"json": Verdict.model_json_schema(), "disable_any_whitespace": True}, Verdict.model_validate_json),
-        ({"grammar": 'start: "(" start ")" | "x"'}, lambda text: text.count("(") == text.count(")") or 1 / 0),
-    ]
-    for structured, check in wanted:
-        for speculation in (0, 4):
-            extra = {"structured_outputs": structured, "speculation": speculation}
-            answer = client.completions.create(
-                model=model, prompt=PROMPT, max_tokens=64, temperature=0, n=2, extra_body=extra
-            )
-            assert {choice.finish_reason for choice in answer.choices} == {"stop"}
-            for choice in answer.choices:
-                check(choice.text)
+def text(client: openai.OpenAI, **fields: Any) -> Any:
+    return complete(client, **fields).choices[0].text
 
 
-def any_json_object(client: openai.OpenAI, model: str) -> None:
-    answer = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=200, extra_body={"response_format": {"type": "json_object"}}, seed=1
-    )
-    (choice,) = answer.choices
-    assert choice.text.lstrip().startswith("{")
-    if choice.finish_reason == "stop":
-        assert isinstance(json.loads(choice.text), dict)
+def streamed(client: openai.OpenAI) -> bool:
+    """The same text as at once, and its usage at the end."""
+    *chunks, last = complete(client, stream=True, stream_options={"include_usage": True})
+    return "".join(chunk.choices[0].text for chunk in chunks) == text(client) and last.usage is not None
 
 
-def wrong_structures(client: openai.OpenAI, model: str) -> None:
-    wrong: list[dict[str, Any]] = [{"regex": "("}, {"json": {"type": "nothing"}}, {"choice": []}, {}]
-    for structured in wrong:
-        told = None
-        try:
-            client.completions.create(model=model, prompt=PROMPT, extra_body={"structured_outputs": structured})
-        except openai.BadRequestError as error:
-            told = error
-        assert told is not None
-        assert told.param == "structured_outputs"
+def refused(client: openai.OpenAI, error: type[openai.APIStatusError], param: str, **fields: Any) -> bool:
+    """True if it is refused with this error because of that field."""
+    try:
+        complete(client, **fields)
+    except error as told:
+        return told.param == param
+    return False
 
 
-def errors(client: openai.OpenAI, model: str) -> None:
-    wrong: list[tuple[type[openai.APIStatusError], str, dict[str, object]]] = [
-        (openai.NotFoundError, "model", {"model": "gpt-9"}),
-        (openai.BadRequestError, "temperature", {"temperature": -1}),
-        (openai.BadRequestError, "prompt", {"max_tokens": 1_000_000}),
-    ]
-    for kind, param, fields in wrong:
-        told = None
-        try:
-            client.completions.create(**({"model": model, "prompt": PROMPT} | fields))  # type: ignore[call-overload]
-        except kind as error:
-            told = error
-        assert told is not None
-        assert told.param == param
-
-
-def wrong_key(client: openai.OpenAI, model: str) -> None:
+def wrong_key(client: openai.OpenAI) -> bool:
     try:
         client.with_options(api_key="wrong").models.list()
     except openai.AuthenticationError:
-        return
-    raise AssertionError("a wrong key was accepted")
+        return True
+    return False
 
 
-def cancel(client: openai.OpenAI, model: str) -> None:
-    stream = client.completions.create(model=model, prompt=PROMPT, max_tokens=1000, stream=True)
+def cancelled(client: openai.OpenAI) -> Any:
+    """A stream that is closed leaves the worker to others."""
+    stream = complete(client, max_tokens=1000, stream=True)
     next(iter(stream))
     stream.close()
-    assert client.completions.create(model=model, prompt=PROMPT, max_tokens=1).choices
+    return complete(client, max_tokens=1).choices
 
 
-CASES: tuple[Callable[[openai.OpenAI, str], None], ...] = (
-    models,
-    completion,
-    seeded_completion,
-    chat,
-    streams,
-    parsed_answer,
-    parsed_by_the_client,
-    structured_output,
-    any_json_object,
-    wrong_structures,
-    errors,
-    wrong_key,
-    cancel,
-)
+def parsed(client: openai.OpenAI) -> bool:
+    answer = client.chat.completions.parse(**CHAT, temperature=0, response_format=Verdict)
+    return isinstance(answer.choices[0].message.parsed, Verdict)
+
+
+def structured(client: openai.OpenAI, fits: Callable[[str], Any], **structure: Any) -> bool:
+    """Sequences end by themselves and fit the structure, with draft tokens and without. fits: raises or gives false."""
+    for speculation in (0, 4):
+        body = {"structured_outputs": structure, "speculation": speculation}
+        for choice in complete(client, n=2, max_tokens=64, extra_body=body).choices:
+            if choice.finish_reason != "stop" or not fits(choice.text):
+                raise ValueError(f"{choice.finish_reason}: {choice.text!r} does not fit")
+    return True
+
+
+def wrong_structure(client: openai.OpenAI, **structure: Any) -> bool:
+    body = {"structured_outputs": structure}
+    return refused(client, openai.BadRequestError, "structured_outputs", extra_body=body)
+
+
+def any_json(client: openai.OpenAI) -> bool:
+    choice = complete(client, max_tokens=200, extra_body={"response_format": {"type": "json_object"}}).choices[0]
+    return choice.finish_reason == "length" or isinstance(json.loads(choice.text), dict)
+
+
+CASES: dict[str, Case] = {
+    "models": lambda client: [one.id for one in client.models.list().data] == [MODEL],
+    "completion": lambda client: complete(client, n=2, max_tokens=16).usage.completion_tokens == 32,
+    "seeded completion": lambda client: len({text(client, temperature=1.0, seed=5) for _ in range(2)}) == 1,
+    "stream": streamed,
+    "chat": lambda client: chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content,
+    "chat stream": lambda client: [*chat(client, stream=True)][-1].choices[0].finish_reason,
+    "wrong model": partial(refused, error=openai.NotFoundError, param="model", model="gpt-9"),
+    "wrong temperature": partial(refused, error=openai.BadRequestError, param="temperature", temperature=-1),
+    "wrong length": partial(refused, error=openai.BadRequestError, param="prompt", max_tokens=1_000_000),
+    "wrong key": wrong_key,
+    "cancel": cancelled,
+}
+# With the extra `grammar`. Little whitespace, of which a small model would write a lot.
+STRUCTURED: dict[str, Case] = {
+    "parsed by the client": parsed,
+    "any JSON object": any_json,
+    "choice": partial(structured, fits=("yes", "no").__contains__, choice=["yes", "no"]),
+    "regular expression": partial(
+        structured, fits=lambda text: text[3] == "-" and len(text) == 8, regex=r"\d{3}-\d{4}"
+    ),
+    "JSON schema": partial(
+        structured, fits=Verdict.model_validate_json, json=Verdict.model_json_schema(), disable_any_whitespace=True
+    ),
+    "grammar": partial(structured, fits=lambda text: text.strip("()") == "x", grammar='start: "(" start ")" | "x"'),
+    "wrong expression": partial(wrong_structure, regex="("),
+    "no structure": wrong_structure,
+}

@@ -81,7 +81,7 @@ ALLOWED = {
     "bench.spread": set(),
     "cli.profile": {"cli.support", "v1", "worker", "controller", "store"},
     "bench.clients": {"bench.findings", "cli.support"},
-    "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "store.connection", "worker.models.devices"},
+    "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.spread", "cli.support", "worker"},
     "bench.gpu": {"bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
