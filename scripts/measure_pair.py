@@ -13,47 +13,30 @@ import numpy as np
 import torch
 import typer
 
+from speclen.bench.engine.run import generate
 from speclen.bench.serving.chat import KINDS, ChatPrompts
 from speclen.records import Arm, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.requests.request import SamplingParams
 
 LENGTH = 8
 Prompts = list[tuple[int, ...]]
 
 
-class CountingChooser:
-    """Always the same length; adds up what the steps accepted. counts[j]: rows whose accepted run was exactly j."""
-
-    wants_evaluations = False
-
-    def __init__(self, length: int) -> None:
-        self.arm = Arm(length)
-        self.counts = np.zeros(length + 1, dtype=np.int64)
-
-    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
-        return ArmChoice(self.arm)
-
-    def report(self, record: StepRecord) -> None:
-        if record.arm == self.arm:
-            self.counts += np.array(record.accepted_histogram)
-
-
-def accepted_counts(pair: ModelPair, prompts: Prompts, sampling: SamplingParams) -> np.ndarray:
+def accepted_counts(pair: ModelPair, prompts: Prompts, max_tokens: int, sampling: SamplingParams) -> np.ndarray:
     """Steps by the tokens that the engine accepts at length 8 while it continues the prompts, 16 at a time."""
-    chooser = CountingChooser(LENGTH)
-    engine = Engine(pair, EngineConfig(max_batch_size=16, max_speculation_length=LENGTH), chooser)
-    finished: list[SequenceOutput] = []
-    for number, prompt in enumerate(prompts):
-        engine.submit(
-            GenerationRequest(str(number), prompt, sampling), lambda o: o.finish_reason and finished.append(o)
-        )
-    while len(finished) < len(prompts):
-        engine.step()
-    return chooser.counts
+    arm, counts = Arm(LENGTH), np.zeros(LENGTH + 1, dtype=np.int64)
+    engine = Engine(pair, EngineConfig(max_batch_size=16, max_speculation_length=LENGTH), FixedArm(arm))
+
+    def count(record: StepRecord) -> None:
+        if record.arm == arm:
+            counts[:] += record.accepted_histogram
+
+    generate(engine, prompts, [max_tokens] * len(prompts), count, sampling)
+    return counts
 
 
 def prompts_of(pair: ModelPair, number: int) -> dict[str, Prompts]:
@@ -80,8 +63,8 @@ def main(
     print("|---" * (LENGTH + 3) + "|")
     for kind, prompts in prompts_of(pair, num_prompts).items():
         for temperature in (0.0, 0.7, 1.0):
-            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=on, temperature=temperature, seed=0)
-            counts = accepted_counts(pair, prompts, sampling)
+            sampling = SamplingParams(ignore_eos=on, temperature=temperature, seed=0)
+            counts = accepted_counts(pair, prompts, max_tokens, sampling)
             survival = counts[::-1].cumsum()[::-1][1:] / counts.sum()
             shares = " | ".join(f"{share:.3f}" for share in survival)
             print(f"| {kind} | {temperature:g} | {shares} | {survival.sum():.2f} |", flush=True)

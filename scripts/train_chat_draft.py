@@ -16,13 +16,12 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 import typer
-from chat_answers import Row, read_rows, row_of, write_rows
 from training import Optimizers, completed, save, train
 from transformers import LlamaForCausalLM
 
@@ -31,7 +30,7 @@ from speclen.records import PLAIN
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair
-from speclen.worker.requests.request import GenerationRequest, SamplingParams
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 NUM_LABELS = 16  # likeliest tokens that are kept of every position
@@ -40,6 +39,17 @@ NUM_OTHERS = 1000  # tokens drawn for every batch from those that are not traine
 MAX_ANSWER = 256
 ROWS = 32  # answered at a time
 ROWS_PER_FILE = 48
+
+
+@dataclass(slots=True)
+class Row:
+    """A prompt and its answer. labels, log_probs: of every answer token, the target's likeliest tokens in its place."""
+
+    ids: np.ndarray
+    prompt_length: int
+    labels: np.ndarray
+    log_probs: np.ndarray
+
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 TargetOption = typer.Option(Path("build/smollm2/target"), help="Folder of the chat model.")
@@ -66,7 +76,8 @@ def answers(
     for request, outputs in completed(engine, requests, ROWS + 4, seconds):
         rows.append(row_of(request, outputs))
         if len(rows) == ROWS_PER_FILE:
-            write_rows(work / f"answers-{num_files:03}.npz", rows)
+            named = {f"{at} {field}": value for at, row in enumerate(rows) for field, value in asdict(row).items()}
+            np.savez(work / f"answers-{num_files:03}.npz", **named)
             print(f"file {num_files}: {sum(len(row.labels) for row in rows):,} tokens", flush=True)
             num_files += 1
             rows.clear()
@@ -78,6 +89,25 @@ def questions(prompts: ChatPrompts, first: int) -> Iterator[GenerationRequest]:
         kind, temperature = KINDS[number % len(KINDS)], TEMPERATURES[number // len(KINDS) % len(TEMPERATURES)]
         sampling = SamplingParams(max_tokens=MAX_ANSWER, temperature=temperature, seed=number, logprobs=NUM_LABELS)
         yield GenerationRequest(str(number), prompts.draw(kind, number, held_out=False), sampling)
+
+
+def row_of(request: GenerationRequest, outputs: list[SequenceOutput]) -> Row:
+    """A prompt with its whole answer."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    likely = [one for output in outputs for one in output.logprobs]
+    labels = np.array([one.top_ids for one in likely], np.uint16)
+    log_probs = np.array([one.top_logprobs for one in likely], np.float16)
+    return Row(np.array([*request.prompt_ids, *tokens], np.uint16), len(request.prompt_ids), labels, log_probs)
+
+
+def read_rows(work: Path) -> Iterator[Row]:
+    """Answers of all runs that have tokens."""
+    for file in sorted(work.glob("answers-*.npz")):
+        kept = np.load(file)
+        for at in range(ROWS_PER_FILE):
+            row = Row(*(kept[f"{at} {field.name}"] for field in fields(Row)))
+            if len(row.labels):
+                yield row
 
 
 def narrow(teacher: LlamaForCausalLM, layers: int, width: int) -> LlamaForCausalLM:
@@ -212,7 +242,7 @@ def draft(
     """Distil the draft. It is written every minute and at the end; nothing else is kept."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    rows = [row for row in read_rows(work) if len(row.labels)]
+    rows = list(read_rows(work))
     full = narrow(LlamaForCausalLM.from_pretrained(target, dtype=torch.float32), layers, width)
     vocabulary = Vocabulary(rows, full.config.vocab_size)
     model = copy.deepcopy(full)

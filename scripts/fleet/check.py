@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from load import Clients, statuses
 from nodes import Up, add_node, node_of, seconds_until
 from ray.cluster_utils import Cluster
 
-from speclen.bench.findings import Report
 from speclen.v1 import generation_pb2 as pb
 
 FOLDER = Path("build/fleet").absolute()  # for the database and logs
@@ -75,6 +74,21 @@ def answers(up: Up) -> bool:
     except grpc.RpcError:
         return False
     return True
+
+
+@dataclass
+class Report:
+    """Every line is printed as it comes; failures are kept."""
+
+    failures: list[str] = field(default_factory=list)
+
+    def say(self, *lines: str) -> None:
+        print(*lines, sep="\n", flush=True)
+
+    def check(self, true: bool, what: str) -> None:
+        self.say(f"- {'passed' if true else '**FAILED**'}: {what}")
+        if not true:
+            self.failures.append(what)
 
 
 @dataclass
@@ -135,11 +149,16 @@ class Check:
         """Many more clients come, and go again: a worker is added, and taken away, and nobody loses a request by it."""
         self.report.say("", "## A crowd comes and goes", "")
         began, crowded = time.monotonic(), Clients(self.up, CROWD)
-        grown_s = seconds_until(lambda: len(self.up.workers(MAX_WORKERS, 30)) >= MAX_WORKERS, SCALING_S)
-        workers = self.up.workers(MAX_WORKERS, 30).values()
+        workers: dict[str, pb.GetServerInfoResponse] = {}
+
+        def has_grown() -> bool:
+            workers.update(self.up.workers(MAX_WORKERS, 30))
+            return len(workers) >= MAX_WORKERS
+
+        grown_s = seconds_until(has_grown, SCALING_S)
         time.sleep(SETTLE_S)
         crowded.stop()
-        processes = [Path(f"/proc/{each.server.process_id}") for each in workers]
+        processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
         shrunk_s = seconds_until(lambda: not all(each.exists() for each in processes), SCALING_S)
         time.sleep(SETTLE_S)
         end = time.monotonic()
@@ -177,9 +196,9 @@ class Check:
         begun = [each for each in during if each.began < at]
         lost = sum(each.status != "OK" for each in begun)
         self.report.say(f"In flight at that moment: {len(begun)} requests, of which {lost} failed.")
-        self.report.say(
-            *(f"- `{each.status}` after {each.num_tokens} tokens: {each.words[:160]}" for each in failed[:3])
-        )
+        for each in failed[:3]:
+            words = each.words.partition("\n")[0]
+            self.report.say(f"- `{each.status}` after {each.num_tokens} tokens: {words[:160]}")
         self.report.check(back_s is not None and back_s <= aim_s, f"{what} after {told(back_s)} (aim {aim_s:g})")
         served = "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry"
         self.report.check(all(each.num_tokens for each in failed), served)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -24,6 +25,7 @@ PROMPTS = (
     "for key, value in ",
 )
 NUM_TOKENS = 96
+Client = Callable[[Up], AbstractContextManager[Callable[[str], Iterator[int]]]]
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class Request:
             for num_tokens in pieces:
                 self.num_tokens += num_tokens
         except grpc.RpcError as error:
-            self.status, self.words = error.code().name, error.details()
+            self.status, self.words = error.code().name, error.details() or ""
         except openai.APIStatusError as error:
             self.status, self.words = f"HTTP {error.status_code}", str(error)
         except (openai.APIError, httpx.HTTPError) as error:
@@ -54,23 +56,36 @@ class Request:
         self.ended = time.monotonic()
 
 
-def over_grpc(up: Up, prompt: str) -> Iterator[int]:
-    sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    message = pb.GenerateRequest(text=prompt, sampling_params=sampling, stream=True)
+@contextmanager
+def over_grpc(up: Up) -> Iterator[Callable[[str], Iterator[int]]]:
+    """A client with one channel: a function from a prompt to the tokens in each part of its answer."""
     with up.client.channel(up.address) as channel:
-        for answer in rpc.GenerationServiceStub(channel).Generate(message, timeout=120):
-            yield len(answer.chunk.token_ids)
+        stub = rpc.GenerationServiceStub(channel)
+
+        def ask(prompt: str) -> Iterator[int]:
+            sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+            for answer in stub.Generate(
+                pb.GenerateRequest(text=prompt, sampling_params=sampling, stream=True), timeout=120
+            ):
+                yield len(answer.chunk.token_ids)
+
+        yield ask
 
 
-def over_http(up: Up, prompt: str) -> Iterator[int]:
-    settings = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
-    reason = None
+@contextmanager
+def over_http(up: Up) -> Iterator[Callable[[str], Iterator[int]]]:
     with openai.OpenAI(base_url=f"http://{up.http}/v1", api_key=up.token, max_retries=1, timeout=120.0) as client:
-        for event in client.completions.create(model="bundled:target", prompt=prompt, stream=True, **settings):
-            yield int(bool(event.choices and event.choices[0].text))
-            reason = event.choices[0].finish_reason if event.choices else reason
-    if reason is None:
-        raise httpx.RemoteProtocolError("the stream ended without a finish_reason")
+
+        def ask(prompt: str) -> Iterator[int]:
+            settings = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+            reason = None
+            for event in client.completions.create(model="bundled:target", prompt=prompt, stream=True, **settings):
+                yield int(bool(event.choices and event.choices[0].text))
+                reason = event.choices[0].finish_reason if event.choices else reason
+            if reason is None:
+                raise httpx.RemoteProtocolError("the stream ended without a finish_reason")
+
+        yield ask
 
 
 class Clients:
@@ -79,7 +94,7 @@ class Clients:
     def __init__(self, up: Up, count: int, http_count: int = 0) -> None:
         self.requests: list[Request] = []
         self._up, self._ending = up, threading.Event()
-        ways = [("gRPC", over_grpc)] * count + [("HTTP", over_http)] * http_count
+        ways: list[tuple[str, Client]] = [("gRPC", over_grpc)] * count + [("HTTP", over_http)] * http_count
         self._threads = [
             threading.Thread(target=self._run, args=(*way, at), daemon=True) for at, way in enumerate(ways)
         ]
@@ -95,14 +110,15 @@ class Clients:
         """Requests that ran at any time between the two moments."""
         return [each for each in self.requests if each.began < last and (each.ended or last) > first]
 
-    def _run(self, over: str, ask: Callable[[Up, str], Iterator[int]], number: int) -> None:
-        while not self._ending.is_set():
-            request = Request(over, time.monotonic())
-            self.requests.append(request)
-            request.follow(ask(self._up, PROMPTS[number % len(PROMPTS)]))
-            number += 1
-            if request.status != "OK":
-                time.sleep(0.2)
+    def _run(self, over: str, client: Client, number: int) -> None:
+        with client(self._up) as ask:
+            while not self._ending.is_set():
+                request = Request(over, time.monotonic())
+                self.requests.append(request)
+                request.follow(ask(PROMPTS[number % len(PROMPTS)]))
+                number += 1
+                if request.status != "OK":
+                    time.sleep(0.2)
 
 
 def statuses(requests: list[Request]) -> str:

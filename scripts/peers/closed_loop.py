@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from program import Server
@@ -25,55 +27,36 @@ class Answer:
         return self.num_tokens * overlap / (self.end - self.begin)
 
 
-class ClosedLoop:
-    """So many clients, each of which sends its next request when the last one is answered.
+def closed_loop(
+    server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, seconds: float
+) -> dict[str, float]:
+    """Tokens per second and mean latency of so many clients, each of which asks again when it is answered.
 
     Counted are `seconds` from the moment when every client has had an answer; the load is full for all of that time.
+    Raises what a request raised.
     """
+    seeds, answers, warm, failed = itertools.count(first_seed + 1), list[Answer](), list[float](), threading.Event()
 
-    def __init__(self, server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, seconds: float) -> None:
-        self._server, self._prompts, self._seconds, self._at_once = server, prompts, seconds, at_once
-        self._seed, self._lock = first_seed, threading.Lock()
-        self._answers: list[Answer] = []
-        self._errors: list[BaseException] = []
-        self._cold = at_once
-        self._start: float | None = None
+    def ask() -> None:
+        seed, begin = next(seeds), time.monotonic()
+        kind, _ = CHAT.kinds[seed % len(CHAT.kinds)]
+        temperature = CHAT.temperatures[seed // len(CHAT.kinds) % len(CHAT.temperatures)]
+        num_tokens = server.ask(prompts.messages(kind, seed), CHAT.most_tokens or 0, temperature, seed)
+        answers.append(Answer(begin, time.monotonic(), num_tokens))
 
-    def run(self) -> dict[str, float]:
-        """Tokens per second and mean latency. Raises what a request raised first."""
-        clients = [threading.Thread(target=self._client) for _ in range(self._at_once)]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
-        if self._errors:
-            raise self._errors[0]
-        assert self._start is not None
-        end = self._start + self._seconds
-        tokens = sum(answer.tokens_within(self._start, end) for answer in self._answers)
-        latencies = [answer.end - answer.begin for answer in self._answers if self._start < answer.end]
-        return {"tokens_per_s": tokens / self._seconds, "latency_mean_s": statistics.fmean(latencies)}
-
-    def _client(self) -> None:
+    def client(_: int) -> None:
         try:
-            self._one()
-            with self._lock:
-                self._cold -= 1
-                if not self._cold:
-                    self._start = time.monotonic()
-            while not self._errors and (self._start is None or time.monotonic() < self._start + self._seconds):
-                self._one()
-        except BaseException as error:
-            self._errors.append(error)
+            ask()
+            warm.append(time.monotonic())
+            while not failed.is_set() and (len(warm) < at_once or time.monotonic() < max(warm) + seconds):
+                ask()
+        except BaseException:
+            failed.set()
+            raise
 
-    def _one(self) -> None:
-        with self._lock:
-            self._seed += 1
-            number = seed = self._seed
-            kind, _ = CHAT.kinds[number % len(CHAT.kinds)]
-            messages = self._prompts.messages(kind, seed)
-        temperature = CHAT.temperatures[number // len(CHAT.kinds) % len(CHAT.temperatures)]
-        assert CHAT.most_tokens is not None
-        begin = time.monotonic()
-        num_tokens = self._server.ask(messages, CHAT.most_tokens, temperature, seed)
-        self._answers.append(Answer(begin, time.monotonic(), num_tokens))
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(client, range(at_once)))
+    start = max(warm)
+    tokens = sum(answer.tokens_within(start, start + seconds) for answer in answers)
+    latencies = [answer.end - answer.begin for answer in answers if start < answer.end]
+    return {"tokens_per_s": tokens / seconds, "latency_mean_s": statistics.fmean(latencies)}

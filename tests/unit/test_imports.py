@@ -77,10 +77,9 @@ ALLOWED = {
     "cli.support": {"v1", "transport", "store", "worker.models.devices"},
     "cli.learned": {"cli.support", "v1", "transport", "store", "controller"},
     "cli.up": {"cli.support", "cli.learned", "v1", "transport", "store", "worker", "integrations.ray"},
-    "bench.findings": set(),
+    "bench.rates": set(),
     "bench.spread": set(),
     "cli.profile": {"cli.support", "v1", "worker", "controller", "store"},
-    "bench.clients": {"bench.findings", "cli.support"},
     "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator", "integrations.vllm"},
     "bench.engine": {"bench.spread", "cli.support", "worker"},
@@ -206,7 +205,7 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    modules = "speclen.bench.gpu.checks, speclen.bench.gpu.run"
+    modules = "speclen.bench.gpu.checks, speclen.bench.rates"
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
