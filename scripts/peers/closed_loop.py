@@ -7,56 +7,53 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from program import Server
 
 from speclen.bench.serving.chat import ChatPrompts
 from speclen.bench.serving.recipes import CHAT
 
+SET = len(CHAT.kinds) * len(CHAT.temperatures)  # requests: each kind at each temperature
 
-@dataclass(frozen=True)
-class Answer:
-    begin: float
-    end: float
+
+class Answer(NamedTuple):
     num_tokens: int
-
-    def tokens_within(self, low: float, high: float) -> float:
-        """Tokens of the answer that came between the two moments, as if they had come evenly."""
-        overlap = max(0.0, min(self.end, high) - max(self.begin, low))
-        return self.num_tokens * overlap / (self.end - self.begin)
+    latency_s: float
 
 
 def closed_loop(
-    server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, seconds: float
+    server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, num_requests: int = SET
 ) -> dict[str, float]:
     """Tokens per second and mean latency of so many clients, each of which asks again when it is answered.
 
-    Counted are `seconds` from the moment when every client has had an answer; the load is full for all of that time.
-    Raises what a request raised.
+    Each client's first request is not counted. The next `num_requests` are: the same ones for every program, since answers
+    of one kind take three times as long as those of another. The load stays full until all of them are answered. Raises
+    what a request raised.
     """
-    seeds, answers, warm, failed = itertools.count(first_seed + 1), list[Answer](), list[float](), threading.Event()
+    numbers, answers, failed = itertools.count(), list[Answer](), threading.Event()
 
-    def ask() -> None:
-        seed, begin = next(seeds), time.monotonic()
-        kind, _ = CHAT.kinds[seed % len(CHAT.kinds)]
-        temperature = CHAT.temperatures[seed // len(CHAT.kinds) % len(CHAT.temperatures)]
-        num_tokens = server.ask(prompts.messages(kind, seed), CHAT.most_tokens or 0, temperature, seed)
-        answers.append(Answer(begin, time.monotonic(), num_tokens))
+    def ask(number: int) -> Answer:
+        kind, _ = CHAT.kinds[number % len(CHAT.kinds)]
+        temperature = CHAT.temperatures[number // len(CHAT.kinds) % len(CHAT.temperatures)]
+        messages, begin = prompts.messages(kind, first_seed + number), time.monotonic()
+        num_tokens = server.ask(messages, CHAT.most_tokens or 0, temperature, first_seed + number)
+        return Answer(num_tokens, time.monotonic() - begin)
 
     def client(_: int) -> None:
         try:
-            ask()
-            warm.append(time.monotonic())
-            while not failed.is_set() and (len(warm) < at_once or time.monotonic() < max(warm) + seconds):
-                ask()
+            while not failed.is_set() and len(answers) < num_requests:
+                number = next(numbers)
+                answer = ask(number)
+                if at_once <= number < at_once + num_requests:
+                    answers.append(answer)
         except BaseException:
             failed.set()
             raise
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(client, range(at_once)))
-    start = max(warm)
-    tokens = sum(answer.tokens_within(start, start + seconds) for answer in answers)
-    latencies = [answer.end - answer.begin for answer in answers if start < answer.end]
-    return {"tokens_per_s": tokens / seconds, "latency_mean_s": statistics.fmean(latencies)}
+    latency_s = statistics.fmean(answer.latency_s for answer in answers)
+    tokens = statistics.fmean(answer.num_tokens for answer in answers)
+    # By Little's law, since so many requests were under way all the time.
+    return {"tokens_per_s": at_once * tokens / latency_s, "latency_mean_s": latency_s}

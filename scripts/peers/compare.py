@@ -1,7 +1,7 @@
 """Compare speclen with other programs on one pair: the same chat requests over HTTP, in closed loops.
 
-Every mode of every program runs as its own server, one after the other, round after round. Prompts are the held-out ones
-of the workload `chat`, another set each round.
+Every mode of every program runs as its own server, one after the other, round after round. Later rounds leave out modes
+that were far behind in the first one. Prompts are the held-out ones of the workload `chat`, another set each round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import torch
 import typer
-from closed_loop import closed_loop
+from closed_loop import SET, closed_loop
 from program import HERE, Mode, Server, modes
 
 from speclen.bench.rates import as_table
@@ -28,19 +28,23 @@ from speclen.cli.support.processes import end_as_by_ctrl_c
 from speclen.worker.models.loading import load_tokenizer
 
 ROUND_SEEDS, LOAD_SEEDS = 1_000_000, 10_000  # apart, so that prompts do not repeat
+FAR_BEHIND = 0.75  # of the throughput of the program's best mode
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings of a run. learn_s: that `adaptive` serves at each load before it is measured there."""
+    """Settings of a run. sets: of requests that are counted at each load, up to four at a time; more at larger loads.
+
+    learn_sets: the same, that `adaptive` serves at each load before it is measured there.
+    """
 
     work: Path
     target: str
     draft: str
     loads: list[int]
-    seconds: float
-    learn_s: float
+    sets: int
+    learn_sets: int
     prompts: ChatPrompts
 
     def measure(self, mode: Mode, number: int) -> Rows:
@@ -49,12 +53,21 @@ class Comparison:
         with Server(mode, self.work, self.target, self.draft) as server:
             for at_once in self.loads:
                 seed = ROUND_SEEDS * number + LOAD_SEEDS * at_once
-                if mode.kind == "adaptive" and self.learn_s:
-                    closed_loop(server, self.prompts, at_once, seed + LOAD_SEEDS // 2, self.learn_s)
-                found = closed_loop(server, self.prompts, at_once, seed, self.seconds)
+                a_set = SET * max(1, at_once // 4)
+                if mode.kind == "adaptive" and self.learn_sets:
+                    closed_loop(server, self.prompts, at_once, seed + LOAD_SEEDS // 2, self.learn_sets * a_set)
+                found = closed_loop(server, self.prompts, at_once, seed, self.sets * a_set)
                 rows.append({"round": number, "program": mode.program, "mode": mode.name, "at_once": at_once, **found})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         return rows
+
+
+def worth_repeating(mode: Mode, rows: Rows) -> bool:
+    """True for speclen's modes, and for others that were near their program's best at any load."""
+    rates = rates_of([row for row in rows if row["program"] == mode.program])
+    mine = rates.get(f"{mode.program}, {mode.name}", {})
+    best = {load: max(each.get(load, 0.0) for each in rates.values()) for load in mine}
+    return mode.program == "speclen" or any(rate >= FAR_BEHIND * best[load] for load, rate in mine.items())
 
 
 def rates_of(rows: Rows) -> dict[str, dict[str, float]]:
@@ -70,8 +83,10 @@ def main(
     target: str = typer.Option(...),
     draft: str = typer.Option(""),
     rounds: int = typer.Option(3, min=1),
-    seconds: float = typer.Option(15.0, min=0.1, help="Counted at each load."),
-    learn_seconds: float = typer.Option(30.0, min=0, help="At each load, before adaptive is measured there."),
+    sets: int = typer.Option(
+        1, min=1, help=f"Sets of {SET} requests counted at each load up to 4; at 16 four times as many."
+    ),
+    learn_sets: int = typer.Option(1, min=0, help="The same, before adaptive is measured at a load."),
     load: list[int] = typer.Option([1, 4, 16], help="Requests at a time; repeat it."),
     only: str = typer.Option("", help="Programs, separated by commas; speclen always takes part."),
     out: Path = typer.Option(Path("docs/results/peers.json"), help="File for the results."),
@@ -80,14 +95,14 @@ def main(
     end_as_by_ctrl_c()  # which ends the servers, too
     wanted = {"speclen", *(name.strip() for name in only.split(","))}
     chosen = [mode for mode in modes(bool(draft)) if not only or mode.program in wanted]
-    comparison = Comparison(work, target, draft, load, seconds, learn_seconds, ChatPrompts(load_tokenizer(target)))
+    comparison = Comparison(work, target, draft, load, sets, learn_sets, ChatPrompts(load_tokenizer(target)))
     what = provenance("scripts/peers/run") | {"machine": machine(torch.device("cpu")), "target": target, "draft": draft}
     what["requirements"] = [
         line for file in HERE.glob("*.txt") for line in file.read_text().splitlines() if "==" in line
     ]
     rows, failed = Rows(), list[str]()
     for number in range(1, rounds + 1):
-        for mode in chosen:
+        for mode in [mode for mode in chosen if number == 1 or worth_repeating(mode, rows)]:
             print(f"round {number}: {mode.program}, {mode.name}", file=sys.stderr, flush=True)
             try:
                 rows += comparison.measure(mode, number)

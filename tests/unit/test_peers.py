@@ -21,13 +21,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_only_tokens_within_the_window_count(peers: Any) -> None:
-    answer = peers("closed_loop").Answer(begin=2.0, end=6.0, num_tokens=40)
-    windows = [(0.0, 10.0), (3.0, 5.0), (5.0, 9.0), (7.0, 9.0)]
-    assert [answer.tokens_within(*window) for window in windows] == [40, 20, 10, 0]
-
-
-def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
+def test_a_closed_loop_counts_the_same_requests_for_all_and_raises_what_fails(peers: Any) -> None:
     loop = peers("closed_loop")
     prompts = SimpleNamespace(messages=lambda kind, seed: [{"role": "user", "content": f"{kind} {seed}"}])
     asked: list[tuple[Any, float]] = []
@@ -37,16 +31,40 @@ def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
         loop.time.sleep(0.002)
         return 10
 
-    found = loop.closed_loop(SimpleNamespace(ask=ask), prompts, 4, 100, 0.1)
-    assert 0 < found["tokens_per_s"] <= 4 * 10 / 0.002
-    assert len({content for content, _ in asked}) == len(asked) > 4
-    assert {temperature for _, temperature in asked} == {0.0, 0.7, 1.0}
+    found = loop.closed_loop(SimpleNamespace(ask=ask), prompts, 4, 100)
+    assert found["tokens_per_s"] == pytest.approx(4 * 10 / found["latency_mean_s"])
+    assert found["latency_mean_s"] >= 0.002
+    counted = {(f"{kind} {100 + number}", temperature) for number, (kind, temperature) in of_sets(loop)}
+    assert counted <= set(asked), "every kind at every temperature, after a first request of each client"
+    assert len(asked) == len(set(asked)) <= 4 + loop.SET + 4
 
     def fail(*_: Any) -> int:
         raise RuntimeError("it is gone")
 
     with pytest.raises(RuntimeError, match="it is gone"):
-        loop.closed_loop(SimpleNamespace(ask=fail), prompts, 2, 0, 0.1)
+        loop.closed_loop(SimpleNamespace(ask=fail), prompts, 2, 0)
+
+
+def of_sets(loop: Any) -> list[tuple[int, tuple[str, float]]]:
+    """Number, kind and temperature of the counted requests with four clients."""
+    kinds, temperatures = [kind for kind, _ in loop.CHAT.kinds], loop.CHAT.temperatures
+    numbers = range(4, 4 + loop.SET)
+    return [(number, (kinds[number % 6], temperatures[number // 6 % 3])) for number in numbers]
+
+
+def row(program: str, mode: str, rates: dict[int, float], number: int = 1) -> list[dict[str, Any]]:
+    common = {"round": number, "program": program, "mode": mode, "latency_mean_s": 1.0}
+    return [common | {"at_once": at, "tokens_per_s": rate} for at, rate in rates.items()]
+
+
+def test_later_rounds_leave_out_what_cannot_be_the_best(peers: Any) -> None:
+    compare = peers("compare")
+    rows = [*row("vLLM", "none", {1: 50, 4: 90}), *row("vLLM", "draft 3", {1: 60, 4: 20})]
+    rows += [*row("vLLM", "lookup 5", {1: 30, 4: 40}), *row("speclen", "none", {1: 1})]
+    repeated = [mode for mode in compare.modes(True) if compare.worth_repeating(mode, rows)]
+    assert {(mode.program, mode.name) for mode in repeated} == {
+        *(("vLLM", "none"), ("vLLM", "draft 3"), ("speclen", "adaptive"), ("speclen", "none")),
+    }
 
 
 def test_without_a_draft_no_mode_needs_one(peers: Any) -> None:
