@@ -79,7 +79,7 @@ class SimulatedWorker:
 
         Raises RuntimeError when the controller ends the stream.
         """
-        call = self.channel.stream_stream(METHOD, response_deserializer=pb.StreamReportsResponse.FromString)()
+        call: Any = self.channel.stream_stream(METHOD, response_deserializer=pb.StreamReportsResponse.FromString)()
         tasks = [
             asyncio.create_task(self._read(call)),
             asyncio.create_task(self._write(call, group / steps_per_s, group)),
