@@ -72,9 +72,7 @@ def load(options: argparse.Namespace) -> genai.ContinuousBatchingPipeline:
 
 def generation(body: dict[str, Any], options: argparse.Namespace, eos_id: int) -> genai.GenerationConfig:
     config = genai.GenerationConfig()
-    config.max_new_tokens, config.eos_token_id, config.rng_seed = body["max_tokens"], eos_id, body["seed"]
-    if body["temperature"]:
-        config.do_sample, config.temperature = True, body["temperature"]
+    config.max_new_tokens, config.eos_token_id = body["max_tokens"], eos_id  # greedy, as it is without temperature
     if length := options.draft or options.lookup:
         config.num_assistant_tokens = length
     if options.lookup:
