@@ -23,7 +23,7 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = dict.fromkeys(self.verbs)  # each is made when it is looked up
+        self.commands: dict[str, Any] = dict.fromkeys(self.verbs)  # each is made when it is looked up
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.verbs)
