@@ -72,7 +72,7 @@ class HttpWorker:
 
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
-        rows, context = self.engine.max_batch_size, self.engine.max_context_length
+        rows, context = self.engine.limits.max_batch_size, self.engine.max_context_length
         admission = Admission(pair, context, rows, self.max_waiting)
         metrics = WorkerMetrics(
             self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting

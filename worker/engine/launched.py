@@ -11,7 +11,7 @@ import torch
 
 from speclen.records import StepFlag
 from speclen.worker.engine.speculative import RowLogits
-from speclen.worker.engine.step_plan import StepPlan, StepTokens
+from speclen.worker.engine.step_plan import StepPlan
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 
@@ -32,24 +32,29 @@ class Decided:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step under way. decided: for the rows, then for sequences whose prompts it completes. flags: as in StepTokens."""
+    """A step under way. decided: for the rows, then for sequences whose prompts it completes.
+
+    flags: reasons for which it is no usable sample. ids, logprobs: after `read`, new tokens of each of the plan's sequences
+    in its order, None where a prompt goes on, empty where the logits are NaN or infinite; and their log probabilities, None
+    where not wanted.
+    """
 
     plan: StepPlan
-    flags: set[StepFlag] = field(default_factory=set)
+    flags: set[StepFlag]
     decided: list[Decided] = field(default_factory=list)
+    ids: list[list[int] | None] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
 
-    def read(self) -> StepTokens:
-        """Tokens of the plan's sequences, as soon as the device has them."""
-        tokens = StepTokens(flags=self.flags)
+    def read(self) -> None:
+        """Set ids and logprobs, as soon as the device has them."""
         for decided in self.decided:
             ids, logprobs = decided.read()
-            tokens.ids += ids
-            tokens.logprobs += logprobs
+            self.ids += ids
+            self.logprobs += logprobs
         for at, chunk in enumerate(self.plan.chunks, len(self.plan.rows)):
             if not chunk.completes_prompt:
-                tokens.ids.insert(at, None)
-                tokens.logprobs.insert(at, None)
-        return tokens
+                self.ids.insert(at, None)
+                self.logprobs.insert(at, None)
 
 
 def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from speclen.records import Limits
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
@@ -43,12 +44,12 @@ LEAST_CONTEXT = 1024
 class PreparedPair:
     """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
 
-    max_batch_size, max_context_length: as configured, or less to fit. backend: name and version.
+    limits, max_context_length: as configured, or less to fit. backend: name and version.
     """
 
     target: PassModel
     draft: PassModel | None
-    max_batch_size: int
+    limits: Limits
     max_context_length: int
     max_kv_tokens: int
     backend: str
@@ -89,7 +90,9 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
         models, backend = _on_openvino(named, config, pair), f"openvino {openvino.installed_version()}"
     if models is None:
         models, backend = _on_torch(named, config, pair, recorder), f"torch {version('torch')}"
-    return PreparedPair(models[0], models[1] if len(models) == 2 else None, num_rows, context, kv_tokens, backend)
+    draft = models[1] if len(models) == 2 else None
+    limits = Limits(num_rows, config.max_speculation_length if draft is not None else 0, config.ngram)
+    return PreparedPair(models[0], draft, limits, context, kv_tokens, backend)
 
 
 def _named(model: Any, name: str, context: int) -> _Named:

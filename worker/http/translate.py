@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from speclen.worker.http.chat import chat_prompt
@@ -16,6 +16,7 @@ from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
+NAMES = [field.name for field in fields(SamplingParams)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +190,15 @@ def fixed_length(body: Sampling) -> int | None:
 
 def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; null and absent fields mean the default."""
-    given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
+    given = {name: value for name in NAMES if (value := getattr(body, name, None)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return SamplingParams(
-        **({"temperature": 1.0} | given),
-        top_k=max(0, body.top_k or 0),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        stop=tuple(stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias={int(token): value for token, value in (body.logit_bias or {}).items()},
-        include_special_tokens=body.skip_special_tokens is False,
-    )
-
-
-# Fields of the same name in the engine.
-SAME = (
-    "n",
-    "seed",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
+    own = {
+        "top_k": max(0, body.top_k or 0),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "logit_bias": {int(token): value for token, value in (body.logit_bias or {}).items()},
+        "include_special_tokens": body.skip_special_tokens is False,
+    }
+    return SamplingParams(**({"temperature": 1.0} | given | own))

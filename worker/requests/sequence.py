@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -244,30 +244,6 @@ class SequenceState:
             return rest
         shown, _ = self._stops.push(rest)
         return shown + self._stops.flush()
-
-
-def make_sequences(
-    request: GenerationRequest,
-    on_output: OnOutput,
-    *,
-    decode: Decode,
-    eos_token_ids: tuple[int, ...],
-    max_context_length: int,
-    draft_context_length: int,
-) -> Iterator[SequenceState]:
-    """The n sequences of a request, made one by one. decode: ids to text."""
-    shared = SharedPrompt() if request.sampling.n > 1 else None
-    for index in range(request.sampling.n):
-        yield SequenceState(
-            request,
-            index,
-            on_output,
-            decode=decode,
-            eos_token_ids=eos_token_ids,
-            max_context_length=max_context_length,
-            draft_context_length=draft_context_length,
-            shared=shared,
-        )
 
 
 def make_row_sampling(

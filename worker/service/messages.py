@@ -5,39 +5,19 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.requests.request import (
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
 from speclen.worker.requests.validation import check_length, check_lengths
 from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 
 MAX_REQUEST_ID = 128
 
-FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-}
-
 # Optional fields: absent means the default of SamplingParams, zero means zero.
-OPTIONAL = ("temperature", "top_p", "repetition_penalty", "max_tokens", "n", "seed", "logprobs")
-PLAIN = (
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "include_special_tokens",
-)
+NAMES = {field.name for field in fields(SamplingParams)}
+OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.name in NAMES and field.has_presence]
 
 
 def to_sampling(message: pb.SamplingParams) -> SamplingParams:
@@ -46,14 +26,10 @@ def to_sampling(message: pb.SamplingParams) -> SamplingParams:
     Raises ValueError for lists that are too long, before a million entries are copied.
     """
     check_lengths(message)
-    values = {name: getattr(message, name) for name in PLAIN}
-    values |= {name: getattr(message, name) for name in OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    return SamplingParams(
-        **values,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=dict(message.logit_bias),
-    )
+    absent = {name for name in OPTIONAL if not message.HasField(name)}  # type: ignore[arg-type]
+    values = {name: getattr(message, name) for name in NAMES - absent}
+    lists = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
+    return SamplingParams(**values | lists | {"logit_bias": dict(message.logit_bias)})
 
 
 def to_fixed_length(message: pb.Speculation) -> int | None:
@@ -148,7 +124,7 @@ class SequenceMessages:
         complete = pb.GenerateComplete(
             output_ids=self.token_ids,
             text="".join(self.text),
-            finish_reason=FINISH_REASONS[last.finish_reason],
+            finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{last.finish_reason.name}"),
             usage=pb.Usage(prompt_tokens=last.num_prompt_tokens, completion_tokens=last.num_completion_tokens),
             speculation=pb.SpeculationStats(
                 num_steps=last.num_steps,

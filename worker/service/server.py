@@ -144,9 +144,8 @@ def make_async_engine(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """The engine for gRPC and HTTP, and the metrics page, served if configured."""
-    admission = Admission(
-        pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s
-    )
+    num_rows = engine.limits.max_batch_size
+    admission = Admission(pair, engine.max_context_length, num_rows, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: admission.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target

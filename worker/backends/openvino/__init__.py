@@ -4,7 +4,6 @@
     convert.py     its conversion to OpenVINO
     blocks.py      keys and values in blocks; a row is a list of blocks
     prefix.py      prefix cache: blocks by their tokens
-    inputs.py      inputs of a pass
     model.py       the compiled model and its passes
     huge_pages.py  larger pages for its weights
 
