@@ -15,7 +15,6 @@ from speclen.worker.service.fair_queue import Aside
 from speclen.worker.structured import trial
 from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import StructuredOutput, reason, shown, source
-from speclen.worker.structured.trial_process import Trial
 
 MAX_WAITING = 16  # new grammars
 TRIAL_S = 5.0  # that one may take
@@ -48,7 +47,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(end_ids)
-        self._trial = Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
+        self._trial = trial.Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
         self._matching: Any = None  # llguidance's tokenizer
         self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
         self.aside = Aside("grammars", MAX_WAITING)
