@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from speclen.records import StepFlag, StepRecord
-from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.pass_shape import reach
+from speclen.worker.backends.torch.captured_model import CapturedModel, reach
 from speclen.worker.backends.torch.prompt_blocks import SIZES
 from speclen.worker.backends.torch.recording import Recording, RerunRecorder
 from speclen.worker.engine.engine import Engine

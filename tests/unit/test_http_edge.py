@@ -17,7 +17,7 @@ from speclen.transport.keyring import Keyring
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
 from speclen.worker.http.server import listen, make_server, serving
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
 

@@ -20,7 +20,6 @@ from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.models.naming import ModelError
-from speclen.worker.models.source import refuse_latent_attention
 
 PROBE = "speclen_probe"
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -121,9 +120,6 @@ def first_line(error: Exception) -> str:
 
 
 def _check_config(config: Any, name: str) -> None:
-    refuse_latent_attention(config, name)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; speclen runs decoder-only models")
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     if unknown:
         raise ModelError(

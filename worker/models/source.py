@@ -83,7 +83,11 @@ def refuse_unsuitable(source: ModelSource) -> None:
         model_class = model_class[0]
     if model_class is None:
         raise ModelError(f"{source.name}: {kind} is not a causal language model of transformers")
-    refuse_latent_attention(source.text_config, source.name)
+    if rank := getattr(source.text_config, "kv_lora_rank", None):
+        raise ModelError(
+            f"{source.name}: {kind} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
+            "which is not supported; use a model with ordinary or grouped heads"
+        )
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
             f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
@@ -91,15 +95,6 @@ def refuse_unsuitable(source: ModelSource) -> None:
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
         raise ModelError(
             f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
-        )
-
-
-def refuse_latent_attention(config: Any, name: str) -> None:
-    """Raises ModelError for multi-head latent attention, which caches no keys and values."""
-    if rank := getattr(config, "kv_lora_rank", None):
-        raise ModelError(
-            f"{name}: {config.model_type} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
-            "which is not supported; use a model with ordinary or grouped heads"
         )
 
 

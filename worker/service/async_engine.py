@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -26,8 +26,7 @@ from speclen.worker.requests.request import (
     SlowReaderError,
 )
 from speclen.worker.service.admission import Admission
-from speclen.worker.service.relay import OutputRelay, OutputStream
-from speclen.worker.service.run import Run
+from speclen.worker.service.relay import OutputRelay, OutputStream, Run
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 LOOK_S = 0.01  # between two checks for the end of a request

@@ -30,8 +30,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
-from speclen.worker.observing.metrics import WorkerMetrics, page_of
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError

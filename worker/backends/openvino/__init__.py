@@ -2,8 +2,7 @@
 
     trace.py       the model as torch.jit.trace records it, with operators of our own for attention and products
     convert.py     its conversion to OpenVINO
-    blocks.py      keys and values in blocks; a row is a list of blocks
-    prefix.py      prefix cache: blocks by their tokens
+    blocks.py      keys and values in blocks: a row is a list of blocks; prefix cache: blocks by their tokens
     model.py       the compiled model and its passes
     huge_pages.py  larger pages for its weights
 

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
+from speclen.worker.backends.openvino.blocks import BLOCK_TOKENS
 from speclen.worker.models.forgetful import hand_on_arguments
 
 IMPLEMENTATION = "speclen_openvino"

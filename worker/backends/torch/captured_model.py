@@ -24,12 +24,25 @@ import torch
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.pass_shape import PassShape, padded_rows, reach
 from speclen.worker.backends.torch.prompt_blocks import MOST_BLOCKS, SIZES, RecordedBlocks, num_blocks_of
 from speclen.worker.backends.torch.recording import Recorder, Recording, is_out_of_memory
 from speclen.worker.backends.torch.row_attention import RecordedRows, StepMasks
 
 log = logging.getLogger(__name__)
+
+# Tokens that attention reads at least, and the steps that follow within each doubling.
+SMALLEST_REACH = 128
+REACHES_PER_DOUBLING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """num_tokens: that attention reads."""
+
+    num_rows: int
+    num_queries: int
+    num_tokens: int
+    num_logits: int
 
 
 @dataclass(slots=True)
@@ -258,3 +271,21 @@ class CapturedModel(CachedModel):
             return None
         self.num_first_uses += 1
         return recording
+
+
+def padded_rows(rows: int, most: int) -> int:
+    """Rows rounded up to a power of two, beyond 8 to a multiple of 8."""
+    padded = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    return min(padded, most)
+
+
+def reach(num_tokens: int, most: int) -> int:
+    """Tokens that attention reads, rounded up: 128, 192, 256, 384, 512, ..."""
+    doubled = SMALLEST_REACH
+    while doubled < num_tokens:
+        for step in range(1, REACHES_PER_DOUBLING + 1):
+            between = doubled + step * doubled // REACHES_PER_DOUBLING
+            if between >= num_tokens:
+                return min(between, most)
+        doubled *= 2
+    return min(doubled, most)
