@@ -20,11 +20,11 @@ from speclen.worker.backends.torch.attention import install
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.llama import rewrite
-from speclen.worker.backends.torch.packed_linear import num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.torch.packed_linear import pack_linears, private_copy
 from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.models.naming import BACKENDS, ModelError
+from speclen.worker.models.naming import ModelError, check_settings
 from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
     """
-    if config.backend not in BACKENDS:
-        raise ModelError(f"--backend {config.backend!r} is not known; use {', '.join(BACKENDS)}")
+    check_settings(backend=config.backend)
     named = [_named(pair.target, pair.target_name, pair.max_context_length)]
     if pair.draft is not None and config.max_speculation_length:
         named.append(_named(pair.draft, pair.draft_name, pair.draft_context_length or pair.max_context_length))
@@ -190,7 +189,8 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     install(model)
 
     def checked(ours: Any) -> CachedModel:
-        cached = CachedModel(_pack(ours), pool, one.context)
+        pack_linears(ours, free_memory(pool.device) // 4)
+        cached = CachedModel(ours, pool, one.context)
         if config.check_models:
             check_model(cached, one.model, one.name)
         return cached
@@ -202,13 +202,6 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     except Exception as error:  # Another version of transformers may differ; its own operators still work.
         log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
-
-
-def _pack(model: Any) -> Any:
-    """The model with weights packed for the CPU, if memory allows."""
-    if num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
-        pack_linears(model)
-    return model
 
 
 def _make_pool(one: _Named, config: EngineConfig, pair: ModelPair) -> KVPool:

@@ -159,13 +159,6 @@ def no_json(content_type: str | None) -> ApiError:
     return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
 
 
-def encoded(encoding: str) -> ApiError:
-    """The error for a compressed body, which would need a second bound."""
-    return ApiError(
-        415, f"the body has the Content-Encoding {encoding[:MAX_PART]!r}: send it as it is, without that header"
-    )
-
-
 def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
     """The error in OpenAI's words, which clients look for."""
     asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speclen.transport.keyring import Keyring
-from speclen.worker.http.errors import ApiError, encoded, from_exception
+from speclen.worker.http.errors import MAX_PART, ApiError, from_exception
 from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError
 
@@ -101,10 +101,13 @@ class Guard:
 
 
 def check_encoding(scope: Scope) -> None:
-    """Raises ApiError for an encoded body."""
+    """Raises ApiError for a compressed body, which would need a second bound."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise encoded(value.decode("latin-1"))
+            encoding = value.decode("latin-1")[:MAX_PART]
+            raise ApiError(
+                415, f"the body has the Content-Encoding {encoding!r}: send it as it is, without that header"
+            )
 
 
 def too_large() -> ApiError:
