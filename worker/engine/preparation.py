@@ -29,9 +29,7 @@ from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
-# Share of the free memory that keys and values may take. A GPU's pools are allocated in full, and passes need room too.
-GPU_POOL_SHARE = 0.8
-CPU_POOL_SHARE = 0.5
+POOL_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory that keys and values may take
 # Queries and logits per row of the draft's passes: it lacks one token, or two after a fully accepted draft.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
 # Tokens of the longest row in the check of kernels, which read at most 128 keys at once. Triton's interpreter is slow.
@@ -80,10 +78,14 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     if pair.draft is not None and config.max_speculation_length:
         named.append(_named(pair.draft, pair.draft_name, pair.draft_context_length or pair.max_context_length))
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
-    num_rows, context = _rows_and_context(pair, config, bytes_per_token)
+    # Tokens of KV in memory. A GPU's pools are allocated in full, and passes need room too.
+    budget = int(POOL_SHARE[pair.device.type] * free_memory(pair.device)) // bytes_per_token
+    num_rows, context = _rows_and_context(pair, config, budget, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
     named = [replace(one, context=min(context, one.context)) for one in named]
-    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
+    kv_tokens = num_rows * (context + config.max_proposed_tokens)
+    if config.max_kv_tokens is not None or pair.device.type == "cpu":
+        kv_tokens = min(kv_tokens, budget if config.max_kv_tokens is None else config.max_kv_tokens)
     models = None
     if config.backend != "torch" and recorder is None:
         models, backend = _on_openvino(named, config, pair), f"openvino {openvino.installed_version()}"
@@ -220,33 +222,24 @@ def _spare_tokens(config: EngineConfig) -> int:
     return max(2, config.max_proposed_tokens + 1)
 
 
-def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
-    """Rows and tokens per row, reduced to fit the memory."""
+def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_per_token: int) -> tuple[int, int]:
+    """Rows and tokens per row, reduced to fit the memory. budget: tokens of KV in memory."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
-    spare = config.max_proposed_tokens + _spare_tokens(config)
+    spare, gib = config.max_proposed_tokens + _spare_tokens(config), budget * bytes_per_token / 2**30
     if pair.device.type == "cpu":
-        return wanted[0], _context_on_cpu(wanted[1], free_memory(pair.device), bytes_per_token, spare)
-    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
-    least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
-    fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
-    if not fitting[0]:
-        raise ModelError(
-            f"a single row of {least} tokens needs more than the {budget / 2**30:.1f} GiB left on {pair.device}: use a "
-            "smaller model or another device"
-        )
+        # The kernel allocates pages when they are written, so that rows share the memory.
+        fitting = wanted[0], min(wanted[1], max(LEAST_CONTEXT, budget - spare))
+    else:
+        least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
+        fitting = fit_rows(*wanted, least, spare, budget)
+        if not fitting[0]:
+            raise ModelError(
+                f"a single row of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: use a smaller "
+                "model or another device"
+            )
     if fitting != wanted:
-        log.warning(
-            "%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d",
-            *(budget / 2**30, pair.device, *fitting, *wanted),
-        )
-    return fitting
-
-
-def _context_on_cpu(wanted: int, free: int, bytes_per_token: int, spare: int) -> int:
-    """Tokens per row: the kernel allocates pages when they are written, so that rows share the memory."""
-    fitting = min(wanted, max(LEAST_CONTEXT, int(CPU_POOL_SHARE * free) // bytes_per_token - spare))
-    if fitting < wanted:
-        log.warning("%.1f GiB are free: sequences may hold %d tokens, not %d", free / 2**30, fitting, wanted)
+        sizes = *fitting, *wanted
+        log.warning("%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d", gib, pair.device, *sizes)
     return fitting
 
 
@@ -259,12 +252,3 @@ def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budg
     if fitting >= least_tokens:
         return num_rows, fitting
     return budget // (least_tokens + spare), least_tokens
-
-
-def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:
-    """Tokens of all rows together, at most `rows_tokens`."""
-    if config.max_kv_tokens is not None:
-        return min(rows_tokens, config.max_kv_tokens)
-    if device.type != "cpu":
-        return rows_tokens
-    return min(rows_tokens, int(CPU_POOL_SHARE * free_memory(device)) // bytes_per_token)

@@ -83,7 +83,22 @@ class StepRunner:
         draft catches up on its next use.
         """
         ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
-        return self._timed(lambda: self._feed_up_to(ends), meanwhile) if ends else 0.0
+        if not ends:
+            return 0.0
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            self._feed_up_to(ends)
+            took_s = time.perf_counter() - started
+            meanwhile()
+            return took_s
+        # The time on the device, without that of the work before.
+        stream = torch.cuda.current_stream(self._device)
+        start = stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._feed_up_to(ends)
+        end = stream.record_event(torch.cuda.Event(enable_timing=True))
+        meanwhile()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState | None
@@ -212,22 +227,6 @@ class StepRunner:
 
     def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
-
-    def _timed(self, work: Callable[[], None], meanwhile: Callable[[], None]) -> float:
-        """Seconds that the device takes for some work, without what it was given before."""
-        if self._device.type != "cuda":
-            started = time.perf_counter()
-            work()
-            took_s = time.perf_counter() - started
-            meanwhile()
-            return took_s
-        stream = torch.cuda.current_stream(self._device)
-        start = stream.record_event(torch.cuda.Event(enable_timing=True))
-        work()
-        end = stream.record_event(torch.cuda.Event(enable_timing=True))
-        meanwhile()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:

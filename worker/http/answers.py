@@ -74,7 +74,7 @@ class Answer:
         self._decode = make_decode(tokenizer, skip_special_tokens=False)
         self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
-        self._choices = [Choice(index) for index in range(job.num_choices)]
+        self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
         self._statistics = SpeculationStatistics()
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         options = job.body.stream_options

@@ -35,10 +35,6 @@ class Job:
     def chat(self) -> bool:
         return isinstance(self.body, ChatRequest)
 
-    @property
-    def num_choices(self) -> int:
-        return self.n * len(self.requests)
-
 
 async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: str) -> Job:
     """Raises ApiError or ValueError naming the field, QueueFullError when too many texts wait to be encoded."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from speclen.records import PLAIN, Arm, StepFlag, StepRecord
+from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
@@ -43,6 +43,9 @@ class Profiler:
     ) -> None:
         self.settings = fit_settings(pair, settings)
         self.samples = ProfileSamples()
+        # Of an output: enough for every length once, but no more than an answer.
+        most = 2 * (settings.steps_per_visit + 2) * sum(length + 1 for length in settings.lengths)
+        self._max_tokens = min(ANSWER_TOKENS, most)
         self._source = source
         self._on_progress = on_progress
         self._random = random.Random(settings.seed)
@@ -86,11 +89,6 @@ class Profiler:
 
     def _limit_batch_size(self, largest: int) -> None:
         self.samples.largest_batch_size = max(1, largest)
-
-    def _round_tokens(self) -> int:
-        """Output tokens of a sequence: enough for every length once, but no more than an answer."""
-        steps = self.settings.steps_per_visit + 2
-        return min(ANSWER_TOKENS, 2 * steps * sum(length + 1 for length in self.settings.lengths))
 
     # The loop.
 
@@ -151,7 +149,8 @@ class Profiler:
         Either so many do not fit, which is noted, or the time is up.
         """
         for request_id in list(self._rows)[: max(0, len(self._rows) - batch_size)]:
-            self._end(request_id)
+            del self._rows[request_id]
+            self._engine.abort(request_id)
         self._chooser.arm = Arm(self._settling_length)
         while True:
             # Rows that reached their limit meanwhile are replaced.
@@ -161,7 +160,7 @@ class Profiler:
             load = self._engine.load()
             if not batch_size and not load.num_running and not load.num_waiting:
                 return True
-            if self._is_settled(step, batch_size):
+            if step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags:
                 return True
             if batch_size and self._elapsed() >= self.settings.budget_s:
                 return False
@@ -170,18 +169,11 @@ class Profiler:
                 self._failed = False
                 return False
 
-    def _end(self, request_id: str) -> None:
-        del self._rows[request_id]
-        self._engine.abort(request_id)
-
-    def _is_settled(self, step: StepRecord | None, batch_size: int) -> bool:
-        return step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags
-
     def _submit(self, prompt_tokens: int) -> None:
         self._num_submitted += 1
         request_id = f"profile-{self._num_submitted}"
         sampling = SamplingParams(
-            max_tokens=self._round_tokens(),
+            max_tokens=self._max_tokens,
             ignore_eos=True,
             temperature=self.settings.temperature,
             seed=self._num_submitted,

@@ -136,7 +136,8 @@ class AsyncEngine:
         """
         for one in requests:
             self.engine.check(one)
-        runs = {one.request_id: self._noted(one, stream, arrived_at) for one in requests}
+        leave, timeline = self.admission.fair_queue.leave, self.metrics.timeline
+        runs = {one.request_id: Run(one, stream, timeline(one.sampling.n, arrived_at), leave) for one in requests}
         stream.on_output = lambda output: runs[output.request_id].saw(output)
         tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
         try:
@@ -150,10 +151,6 @@ class AsyncEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float) -> Run:
-        timeline = self.metrics.timeline(request.sampling.n, arrived_at)
-        return Run(request, stream, timeline, self.admission.fair_queue.leave)
 
     async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Run the request to its end; an error becomes the stream's failure."""

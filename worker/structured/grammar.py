@@ -23,9 +23,10 @@ Matcher: TypeAlias = Any
 
 
 class Grammar:
-    """A compiled grammar for any number of outputs. end_ids: tokens that end an output."""
+    """A compiled grammar for any number of outputs. end_ids: tokens that end an output. num_bytes: memory that it took."""
 
-    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int], num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)

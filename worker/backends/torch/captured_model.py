@@ -30,9 +30,7 @@ from speclen.worker.backends.torch.row_attention import RecordedRows, StepMasks
 
 log = logging.getLogger(__name__)
 
-# Tokens that attention reads at least, and the steps that follow within each doubling.
-SMALLEST_REACH = 128
-REACHES_PER_DOUBLING = 2
+SMALLEST_REACH = 128  # tokens that attention reads at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +279,6 @@ def padded_rows(rows: int, most: int) -> int:
 
 def reach(num_tokens: int, most: int) -> int:
     """Tokens that attention reads, rounded up: 128, 192, 256, 384, 512, ..."""
-    doubled = SMALLEST_REACH
-    while doubled < num_tokens:
-        for step in range(1, REACHES_PER_DOUBLING + 1):
-            between = doubled + step * doubled // REACHES_PER_DOUBLING
-            if between >= num_tokens:
-                return min(between, most)
-        doubled *= 2
-    return min(doubled, most)
+    doubled = max(SMALLEST_REACH, 1 << (num_tokens - 1).bit_length())
+    between = doubled * 3 // 4
+    return min(between if SMALLEST_REACH < num_tokens <= between else doubled, most)
