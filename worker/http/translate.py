@@ -41,8 +41,7 @@ async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: s
     check_supported(body)
     prompts = await prompt_ids(body, engine, caller)
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    job = make_job("cmpl", body, prompts, wanted, body.logprobs, engine, "prompt")
-    return await with_grammar(job, engine, caller)
+    return await make_job(body, prompts, wanted, body.logprobs, engine, caller)
 
 
 async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
@@ -56,17 +55,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
     prompts = [await encode(text, False, engine, caller, "messages")]
     wanted = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    job = make_job("chatcmpl", body, prompts, wanted, logprobs, engine, "messages")
-    return await with_grammar(job, engine, caller)
-
-
-async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
-    """The job with its grammar, if any. Raises ApiError, ValueError or QueueFullError."""
-    wanted = structured_output(job.body)
-    if wanted is None:
-        return job
-    grammar = await engine.admission.grammars.prepare(wanted, caller)
-    return replace(job, requests=[replace(one, grammar=grammar) for one in job.requests])
+    return await make_job(body, prompts, wanted, logprobs, engine, caller)
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
@@ -141,17 +130,17 @@ async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, calle
         raise text_too_long(error, engine.max_sequence_tokens, param) from error
 
 
-def make_job(
-    prefix: str,
+async def make_job(
     body: Sampling,
     prompts: list[list[int]],
     max_tokens: int | None,
     logprobs: int | None,
     engine: AsyncEngine,
-    param: str,
+    caller: str,
 ) -> Job:
-    """A job. max_tokens None: as many as the context and the answer hold."""
-    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    """A job, with its grammar, if any. max_tokens None: as many as the context and the answer hold."""
+    kind, param = ("chatcmpl", "messages") if isinstance(body, ChatRequest) else ("cmpl", "prompt")
+    job_id = f"{kind}-{uuid.uuid4().hex}"
     requests = []
     for index, ids in enumerate(prompts):
         room = engine.max_sequence_tokens - len(ids)
@@ -160,6 +149,9 @@ def make_job(
         sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
     check_size(body, requests, engine.max_sequence_tokens)
+    if (wanted := structured_output(body)) is not None:
+        grammar = await engine.admission.grammars.prepare(wanted, caller)
+        requests = [replace(one, grammar=grammar) for one in requests]
     return Job(job_id, body, requests)
 
 
