@@ -30,7 +30,7 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.cli.profile.analysis import Analysis, analyse, analysis_json
-from speclen.cli.profile.document import ProfileDocument, from_result, write_document
+from speclen.cli.profile.document import ProfileDocument, from_samples, write_document
 from speclen.cli.profile.measuring import core_context
 from speclen.cli.profile.show import show
 from speclen.cli.support.machine import machine, provenance
@@ -77,12 +77,12 @@ def measured(pair: ModelPair, settings: ProfileSettings, title: str, **details: 
 
     source = PromptSource(pair.tokenizer, held_out_texts(), settings.seed)
     with Profiler(pair, settings, source, on_progress=report) as profiler:
-        result = profiler.run().result()
+        samples = profiler.run()
     print(file=sys.stderr)
-    if not result.survival:
+    if not samples.result().survival:
         raise SystemExit(f"{title}: nothing was measured in {settings.budget_s:g} s: give more with --budget-s")
     facts = {"title": title, "machine": machine(pair.device), "settings": dataclasses.asdict(settings)}
-    return from_result(core_context(pair), result, NAME, facts | provenance(f"python {NAME}") | details)
+    return from_samples(core_context(pair), samples, NAME, facts | provenance(f"python {NAME}") | details)
 
 
 def publish(name: str, documents: Documents, out: Path) -> None:

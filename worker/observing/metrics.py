@@ -81,37 +81,29 @@ class EngineCollector:
         self._num_at_admission = num_at_admission
 
     def collect(self) -> Iterator[Metric]:
-        load, control = self._engine.load(), self._control
-        yield FAMILIES.gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
-        yield FAMILIES.gauge(
-            "num_requests_waiting", "Requests waiting for a slot", load.num_waiting + self._num_at_admission()
-        )
+        load, control, gauge, counter = self._engine.load(), self._control, FAMILIES.gauge, FAMILIES.counter
+        yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
+        yield gauge("num_requests_waiting", "Requests waiting for a slot", load.num_waiting + self._num_at_admission())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
-        yield FAMILIES.gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
-        yield FAMILIES.counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
-        yield FAMILIES.counter(
-            "prefix_cache_hits", "Prompt tokens that were cached and not prefilled", load.num_reused_tokens
-        )
-        yield FAMILIES.counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
-        yield FAMILIES.counter(
-            "spec_decode_num_drafts", "Proposals verified, of one sequence in one step", load.num_drafts
-        )
-        yield FAMILIES.counter("spec_decode_num_draft_tokens", "Tokens proposed", load.num_draft_tokens)
-        yield FAMILIES.counter("spec_decode_num_ngram_tokens", "N-gram tokens proposed", load.num_ngram_tokens)
-        yield FAMILIES.counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
+        yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
+        yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
+        yield counter("prefix_cache_hits", "Prompt tokens that were cached and not prefilled", load.num_reused_tokens)
+        yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
+        yield counter("spec_decode_num_drafts", "Proposals verified, of one sequence in one step", load.num_drafts)
+        yield counter("spec_decode_num_draft_tokens", "Tokens proposed", load.num_draft_tokens)
+        yield counter("spec_decode_num_ngram_tokens", "N-gram tokens proposed", load.num_ngram_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
         by_position = {(str(at),): number for at, number in enumerate(load.num_accepted_by_position)}
         words = "Proposed tokens accepted, by position"
         yield FAMILIES.counters("spec_decode_num_accepted_tokens_per_pos", words, ["position"], by_position)
-        yield FAMILIES.gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
-        yield FAMILIES.counter("decode_steps", "Decoding steps", load.num_steps)
-        yield FAMILIES.counter(
-            "decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s
-        )
+        yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
+        yield counter("decode_steps", "Decoding steps", load.num_steps)
+        yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
         yield from arms(control)
-        yield FAMILIES.gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
-        yield FAMILIES.gauge("reports_buffered", "Reports kept until durable", len(control.buffer))
-        yield FAMILIES.counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
-        yield FAMILIES.counter("reports_refused", "Reports the controller refused", control.num_refused)
+        yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
+        yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer))
+        yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
+        yield counter("reports_refused", "Reports the controller refused", control.num_refused)
         failures = {(part,): number for part, number in sorted(dict(self._num_failures).items())}
         yield FAMILIES.counters("part_failures", "Parts that ended and were started again", ["part"], failures)
 

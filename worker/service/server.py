@@ -8,10 +8,8 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable
 
-import grpc
 import structlog
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -60,8 +58,6 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
 
-Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
-
 # Opens a further front for the length of a block, from settings, engine, metrics page and failure callback. The value: one
 # line about it for the user, or "".
 OpenFront = Callable[
@@ -99,7 +95,9 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     go on.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    security, credentials, metadata = check_config(config)
+    check_config(config)
+    security, controller = config.server_security(), config.controller_security()
+    credentials, metadata = controller.credentials(), controller.metadata()
     supervisor = Supervisor()
     torch_thread = EngineThread()
     torch_thread.start()
@@ -179,25 +177,14 @@ async def ending(
         await asyncio.to_thread(async_engine.admission.close)  # waits for a running trial of a grammar
 
 
-def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
-    """The worker's security, and credentials and metadata for the controller.
-
-    Raises ValueError, or OSError when a port is taken.
-    """
+def check_config(config: WorkerConfig) -> None:
+    """Raises ValueError for settings that cannot work on this machine, OSError when a port is taken."""
     config.check_listening()
-    check_device(config)
-    controller = config.controller_security()
-    return config.server_security(), controller.credentials(), controller.metadata()
-
-
-def check_device(config: WorkerConfig) -> None:
-    """Raises ValueError for a device that this machine lacks, and when OpenVINO is to run models here and cannot."""
     device = resolve_device(config.device)
-    if config.backend != "openvino":
-        return
-    reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
-    if reason is not None:
-        raise ValueError(f"--backend openvino: {reason}")
+    if config.backend == "openvino":
+        reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
+        if reason is not None:
+            raise ValueError(f"--backend openvino: {reason}")
 
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:

@@ -53,7 +53,7 @@ class BlockPool:
         self.spare_block = num_rows * row_blocks + num_cached
         self.num_blocks = self.spare_block + 1
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
-        self._mapping = self._reserve()
+        self._mapping = reserve(self.num_blocks * BLOCK_TOKENS * self.bytes_per_token, num_rows, max_length)
         self.caches = self._make_caches()
         self._tables = np.zeros((num_rows, row_blocks), np.int32)
         self._held = np.zeros(num_rows, np.int64)  # blocks of each row
@@ -65,16 +65,6 @@ class BlockPool:
         self._num_touched = 0  # blocks from here on were never used
         self._reached_for: tuple[int, bytes] | None = None  # what `reach` was asked last; None once it may be wrong
         self._reached = np.zeros(0, np.int32), np.zeros(1, np.int32)
-
-    def _reserve(self) -> mmap.mmap:
-        num_bytes = self.num_blocks * BLOCK_TOKENS * self.bytes_per_token
-        try:
-            return reserve(num_bytes)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(
-                f"{self.num_rows} rows of {self.max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV, which cannot be "
-                "had: lower the batch size or the context length"
-            ) from error
 
     def _make_caches(self) -> list[np.ndarray]:
         kind = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
