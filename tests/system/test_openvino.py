@@ -18,6 +18,7 @@ import torch
 
 from speclen.worker.backends import openvino, threads
 from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"O
 
 def load(model: Any, dtype: torch.dtype) -> Any:
     layers = inspect_layers(private_copy(model), "model")
-    return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)
+    return openvino.load(model, BlockPool(layers, 2, 256, dtype), 256)
 
 
 def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **settings: Any) -> str:

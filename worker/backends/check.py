@@ -63,14 +63,7 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     _check_config(config, name)
     calls: list[_Call] = []
 
-    def record(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
+    def record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> tuple[Any, None]:
         layer, has_bias = getattr(module, "layer_idx", -1), options.get("position_bias") is not None
         window, num_visible = options.get("sliding_window"), _num_visible(attention_mask)
         calls.append(_Call(layer, key.shape, value.shape, window, has_bias, num_visible))

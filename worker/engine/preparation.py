@@ -15,6 +15,7 @@ from speclen.records import Limits
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
+from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.passes import PassModel, padded_width
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.backends.torch.cached_model import CachedModel
@@ -128,17 +129,10 @@ def _last_line(error: Exception) -> str:
 
 
 def _load_openvino(one: _Named, config: EngineConfig, pair: ModelPair) -> PassModel:
+    row_length = one.context + config.max_proposed_tokens
+    pool = BlockPool(one.layers, config.max_batch_size, row_length, pair.dtype, config.max_cached_tokens)
     with quiet_transformers():
-        model = openvino.load(
-            one.model,
-            one.layers,
-            config.max_batch_size,
-            one.context + config.max_proposed_tokens,
-            one.context,
-            pair.dtype,
-            torch.get_num_threads(),
-            config.max_cached_tokens,
-        )
+        model = openvino.load(one.model, pool, one.context)
     if config.check_models:
         check_model(model, one.model, one.name)
     return model

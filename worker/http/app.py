@@ -18,7 +18,7 @@ from speclen.transport.version import installed_version
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import STATUSES, ApiError, ErrorAnswer, from_invalid, no_json
+from speclen.worker.http.errors import MAX_PART, STATUSES, ApiError, ErrorAnswer, from_invalid
 from speclen.worker.http.guard import CALLER, JsonRoute
 from speclen.worker.http.responses import JobResponse, error_response, json_response, refusal
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
@@ -235,7 +235,10 @@ def from_invalid_body(request: Request, error: RequestValidationError) -> ApiErr
         reason = complaints[0]["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if isinstance(error.body, bytes):  # FastAPI parses a body only with JSON's Content-Type
-        return no_json(request.headers.get("content-type"))
+        # Any page can make a browser send one without JSON's Content-Type.
+        kind = request.headers.get("content-type", "").partition(";")[0][:MAX_PART]
+        given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
+        return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
     return from_invalid(complaints, error.body)
 
 

@@ -152,13 +152,6 @@ def words(complaint: Complaint) -> str:
     return text.removeprefix("Value error, ").replace(" after validation", "")
 
 
-def no_json(content_type: str | None) -> ApiError:
-    """The error for a body without JSON's Content-Type, which any page can make a browser send."""
-    kind = (content_type or "").partition(";")[0][:MAX_PART]
-    given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
-    return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
-
-
 def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
     """The error in OpenAI's words, which clients look for."""
     asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"

@@ -98,14 +98,11 @@ class OutputRelay:
             self._call(self._deliver)
         elif not (urgent or self._scheduled or stream.until_end):
             self._scheduled = True
-            self._call(self._deliver_later)
+            self._call(lambda: self._loop.call_later(self._interval_s, self._deliver_timed))
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
-
-    def _deliver_later(self) -> None:
-        self._loop.call_later(self._interval_s, self._deliver_timed)
 
     def _deliver_timed(self) -> None:
         self._scheduled = False

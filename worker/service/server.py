@@ -220,25 +220,18 @@ def watch_threads(config: WorkerConfig, engine: Engine, supervisor: Supervisor) 
 
 
 async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:
-    """Take no more requests, finish the running ones, and send the last reports. check: as `wait_until_idle`."""
+    """Take no more requests, finish the running ones, and send the last reports.
+
+    check: called while requests run; raises when waiting is useless.
+    """
     engine.drain()
-    await wait_until_idle(engine, timeout_s, check)
-    await flush_reports(control)
-
-
-async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable[[], None]) -> None:
-    """Wait until every request is answered. check: called repeatedly; raises when waiting is useless."""
     deadline = time.monotonic() + timeout_s
     while engine.num_open:
         check()
         if time.monotonic() >= deadline:
             log.warning("drain timed out, ending what still runs", num_running=engine.num_open)
-            return
+            break
         await asyncio.sleep(0.05)
-
-
-async def flush_reports(control: ControlClient) -> None:
-    """Send the last reports, and give the controller a moment to acknowledge them."""
     control.hand_over()
     deadline = time.monotonic() + FLUSH_TIMEOUT_S
     while control.connected and control.buffer and time.monotonic() < deadline:

@@ -77,7 +77,6 @@ class OpenVinoModel:
         num_weight_bytes: int,
         pool: BlockPool,
         max_context_length: int,
-        num_threads: int,
     ) -> None:
         self.pool = pool
         self.max_context_length = max_context_length
@@ -85,7 +84,7 @@ class OpenVinoModel:
         self._model = model
         self._weights = weights  # compiled models read them at their first pass
         self._num_weight_bytes = num_weight_bytes
-        self._threads = num_threads
+        self._threads = torch.get_num_threads()
         self._inputs = {name: Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
         self._inputs |= {name: Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = Input(ov.Type.i32, 0)
@@ -93,7 +92,7 @@ class OpenVinoModel:
         self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
         self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
         self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
-        self._requests = {num_threads: self._make_request(num_threads)}
+        self._requests = {self._threads: self._make_request(self._threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
         """The model compiled to compute, and to keep keys and values, in the pool's dtype."""
