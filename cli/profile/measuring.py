@@ -14,8 +14,7 @@ from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.progress import LiveLine
 from speclen.records import ContextKey
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import EngineConfig, prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource

@@ -22,8 +22,7 @@ from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 from speclen.worker.service import assembly

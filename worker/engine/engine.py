@@ -26,11 +26,10 @@ import torch
 
 from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
-from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.execution import StepExecutor
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.outbox import Outbox, Totals, describe
-from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_proposals
 from speclen.worker.engine.step_runner import StepRunner

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from speclen.records import Limits
+from speclen.records import NGRAM_MAX_TOKENS, Limits
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
@@ -23,7 +23,6 @@ from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.llama import rewrite
 from speclen.worker.backends.torch.packed_linear import pack_linears, private_copy
 from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
-from speclen.worker.engine.config import EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.models.naming import ModelError, check_settings
 from speclen.worker.models.source import quiet_transformers
@@ -37,6 +36,31 @@ DRAFT_WIDTHS = ((1, 1), (2, 1))
 KERNEL_TOKENS = {"cuda": 3 * 128}
 # Least context of a row: with less memory there are fewer rows.
 LEAST_CONTEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine. Every default works. backend: one of `naming.BACKENDS`."""
+
+    max_batch_size: int = 32  # sequences, decoding and prefilling
+    max_speculation_length: int = 8  # draft tokens per row and step, at most
+    ngram: bool = False  # arms may have n-grams
+    max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
+    max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
+    max_cached_tokens: int = 8192  # of the prefix cache; OpenVINO only
+    prefill_chunk: int = 256  # prompt tokens per step: bounds the delay of decoding sequences
+    seed: int | None = None  # of requests without a seed; None: random
+    backend: str = "auto"  # OpenVINO where it is installed and runs the models exactly, else torch
+    check_models: bool = True  # compare each model with its plain forward before serving
+    max_recordings: int = 256  # CUDA graphs kept on a GPU, the least recently used is evicted; 0: none
+    record_ahead_s: float = 30.0  # for capturing graphs at the start, at most
+
+    @property
+    def max_proposed_tokens(self) -> int:
+        """Tokens per row and step that may be rejected: places that a row needs beyond its own."""
+        if not self.ngram:
+            return self.max_speculation_length
+        return padded_width(max(self.max_speculation_length, NGRAM_MAX_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, text_too_long, too_long
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
-from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, num_answer_logprobs
+from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, check_answer_size
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
 
@@ -148,7 +148,8 @@ async def make_job(
             raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
         sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
-    check_size(body, requests, engine.max_sequence_tokens)
+    if not body.stream:
+        check_answer_size(requests, engine.max_sequence_tokens)
     if (wanted := structured_output(body)) is not None:
         grammar = await engine.admission.grammars.prepare(wanted, caller)
         requests = [replace(one, grammar=grammar) for one in requests]
@@ -156,18 +157,9 @@ async def make_job(
 
 
 def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
-    """Default tokens of a choice: the room in the context, at most what `check_size` allows."""
+    """Default tokens of a choice: the room in the context, at most what `check_answer_size` allows."""
     entries = (body.n or 1) * (logprobs or 0)
     return room if body.stream or not entries else min(room, MAX_ANSWER_LOGPROBS // entries)
-
-
-def check_size(body: Sampling, requests: list[GenerationRequest], max_context_length: int) -> None:
-    """Raises ApiError for a whole answer that would be too large."""
-    entries = sum(num_answer_logprobs(one, max_context_length) for one in requests)
-    if entries > MAX_ANSWER_LOGPROBS and not body.stream:
-        most = MAX_ANSWER_LOGPROBS
-        message = f"logprobs of so many tokens may be {entries} entries, at most {most} are allowed: use stream"
-        raise ApiError(400, message, "logprobs")
 
 
 def fixed_length(body: Sampling) -> int | None:

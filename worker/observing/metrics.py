@@ -31,7 +31,7 @@ REASONS = (INVALID, *(kind.reason for kind in RefusedError.__subclasses__()), IN
 
 
 class WorkerMetrics:
-    """The worker's registry and its page."""
+    """The worker's registry, its page, and the collector of the engine's and the control client's counts."""
 
     def __init__(
         self,
@@ -41,9 +41,12 @@ class WorkerMetrics:
         num_at_admission: Callable[[], int] = lambda: 0,
     ) -> None:
         """num_failures: restarts of each part of the process."""
+        self._engine = engine
+        self._control = control
+        self._num_failures = {} if num_failures is None else num_failures
+        self._num_at_admission = num_at_admission
         self.registry = CollectorRegistry()
-        num_failures = {} if num_failures is None else num_failures
-        self.registry.register(EngineCollector(engine, control, num_failures, num_at_admission))
+        self.registry.register(self)
         self._thread: threading.Thread | None = None  # serves the page
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
@@ -67,18 +70,6 @@ class WorkerMetrics:
             self.serve(address, security, page)
         while self._thread is not None and self._thread.is_alive():
             await asyncio.sleep(1.0)
-
-
-class EngineCollector:
-    """Collector of the engine's and the control client's counts."""
-
-    def __init__(
-        self, engine: Engine, control: ControlClient, num_failures: dict[str, int], num_at_admission: Callable[[], int]
-    ) -> None:
-        self._engine = engine
-        self._control = control
-        self._num_failures = num_failures
-        self._num_at_admission = num_at_admission
 
     def collect(self) -> Iterator[Metric]:
         load, control, gauge, counter = self._engine.load(), self._control, FAMILIES.gauge, FAMILIES.counter

@@ -20,7 +20,7 @@ class ProfileSettings:
     prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
     temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy
     seed: int = 0
-    backend: str = "auto"  # of the engine, see worker/engine/config.py
+    backend: str = "auto"  # of the engine, see EngineConfig
     check_models: bool = True  # False: for experiments with models whose outputs depend on the batch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
@@ -70,19 +70,17 @@ def check_length(name: str, entries: Sized, limit: int) -> None:
         raise ValueError(f"{name} has {len(entries)} entries, at most {limit} are allowed")
 
 
-def num_answer_logprobs(request: GenerationRequest, max_context_length: int) -> int:
-    """Largest number of log-probability entries over all its sequences."""
-    sampling = request.sampling
-    tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
-    return sampling.n * tokens * (sampling.logprobs or 0)
-
-
-def check_answer_size(request: GenerationRequest, max_context_length: int) -> None:
-    """Raises ValueError if the answer's last message, with all log probabilities, would be too large."""
-    if (entries := num_answer_logprobs(request, max_context_length)) > MAX_ANSWER_LOGPROBS:
+def check_answer_size(requests: Iterable[GenerationRequest], max_context_length: int) -> None:
+    """Raises ValueError if an answer with all log probabilities of the requests would be too large for one message."""
+    entries = 0
+    for request in requests:
+        sampling = request.sampling
+        tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
+        entries += sampling.n * tokens * (sampling.logprobs or 0)
+    if entries > MAX_ANSWER_LOGPROBS:
         raise ValueError(
-            f"logprobs of n x max_tokens tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask "
-            "for fewer"
+            f"logprobs of so many tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask for fewer, "
+            "or over HTTP use stream"
         )
 
 

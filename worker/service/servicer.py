@@ -93,7 +93,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
         grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
-        check_answer_size(generation, self._engine.max_context_length)
+        check_answer_size([generation], self._engine.max_context_length)
 
         def tell_queue_time() -> None:
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
