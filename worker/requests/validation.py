@@ -79,8 +79,8 @@ def check_answer_size(requests: Iterable[GenerationRequest], max_context_length:
         entries += sampling.n * tokens * (sampling.logprobs or 0)
     if entries > MAX_ANSWER_LOGPROBS:
         raise ValueError(
-            f"logprobs of so many tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask for fewer, "
-            "or over HTTP use stream"
+            f"logprobs of so many tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask for "
+            "fewer, or over HTTP use stream"
         )
 
 
