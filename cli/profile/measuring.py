@@ -16,9 +16,8 @@ from speclen.cli.support.progress import LiveLine
 from speclen.records import ContextKey
 from speclen.worker.engine.preparation import EngineConfig, prepare
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.profiling.profiler import Profiler
+from speclen.worker.profiling.profiler import Profiler, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.identity import context_key
 

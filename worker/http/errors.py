@@ -150,19 +150,3 @@ def words(complaint: Complaint) -> str:
         return f"{KIND}an object"
     text: str = complaint["msg"]
     return text.removeprefix("Value error, ").replace(" after validation", "")
-
-
-def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
-    """The error in OpenAI's words, which clients look for."""
-    asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-    message = (
-        f"This model's maximum context length is {limit} tokens, but the {param} has {num_tokens}{asked}: "
-        "shorten one of them"
-    )
-    return ApiError(400, message, param, "context_length_exceeded")
-
-
-def text_too_long(error: Exception, limit: int, param: str) -> ApiError:
-    """The same for a text of which not all is encoded."""
-    message = f"This model's maximum context length is {limit} tokens: the {param} is too long ({error})"
-    return ApiError(400, message, param, "context_length_exceeded")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import ApiError, text_too_long, too_long
+from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
 from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, check_answer_size
@@ -127,7 +127,13 @@ async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, calle
     try:
         return await engine.admission.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
     except TextTooLongError as error:
-        raise text_too_long(error, engine.max_sequence_tokens, param) from error
+        raise too_long(engine, param, f"is too long ({error})") from error
+
+
+def too_long(engine: AsyncEngine, param: str, words: str) -> ApiError:
+    """The error in OpenAI's words, which clients look for."""
+    message = f"This model's maximum context length is {engine.max_sequence_tokens} tokens, but the {param} {words}"
+    return ApiError(400, message, param, "context_length_exceeded")
 
 
 async def make_job(
@@ -145,7 +151,8 @@ async def make_job(
     for index, ids in enumerate(prompts):
         room = engine.max_sequence_tokens - len(ids)
         if room < 1 or (max_tokens or 1) > room:
-            raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
+            asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
+            raise too_long(engine, param, f"has {len(ids)}{asked}: shorten one of them")
         sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
     if not body.stream:
