@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from speclen.records import OutputEvaluation, StepRecord
-from speclen.worker.engine.launched import LaunchedStep
 from speclen.worker.engine.outbox import Outbox
 from speclen.worker.engine.scheduler import Scheduler
+from speclen.worker.engine.speculative import LaunchedStep
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan
 from speclen.worker.engine.step_runner import StepRunner
 from speclen.worker.evaluation.evaluator import Evaluator

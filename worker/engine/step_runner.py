@@ -13,8 +13,14 @@ import torch
 
 from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
-from speclen.worker.engine.launched import Decided, LaunchedStep
-from speclen.worker.engine.speculative import host_models, host_step, ragged_step, speculative_step
+from speclen.worker.engine.speculative import (
+    Decided,
+    LaunchedStep,
+    host_models,
+    host_step,
+    ragged_step,
+    speculative_step,
+)
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan
 from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
