@@ -165,7 +165,7 @@ class LoopWatch(threading.Thread):
 
     def _place(self) -> str:
         """The innermost lines of what the loop's thread does."""
-        frame = sys._current_frames().get(self._loop_thread)
+        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 - documented, and the only way
         lines = traceback.extract_stack(frame)[-4:] if frame is not None else []
         return " < ".join(f"{os.path.basename(each.filename)}:{each.lineno} {each.name}" for each in reversed(lines))
 

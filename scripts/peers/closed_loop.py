@@ -5,39 +5,36 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from program import Server
 
 from speclen.bench.serving.chat import ChatPrompts
 from speclen.bench.serving.recipes import CHAT
 
+SET = len(CHAT.kinds) * len(CHAT.temperatures)  # requests: each kind at each temperature
 
-@dataclass(frozen=True)
-class Answer:
-    begin: float
-    end: float
+
+class Answer(NamedTuple):
     num_tokens: int
-
-    def tokens_within(self, low: float, high: float) -> float:
-        """Tokens of the answer that came between the two moments, as if they had come evenly."""
-        overlap = max(0.0, min(self.end, high) - max(self.begin, low))
-        return self.num_tokens * overlap / (self.end - self.begin)
+    latency_s: float
 
 
 class ClosedLoop:
     """So many clients, each of which sends its next request when the last one is answered.
 
-    Counted are `seconds` from the moment when every client has had an answer; the load is full for all of that time.
+    Each client's first request is not counted. The next `num_requests` are: the same ones for every program, since answers
+    of one kind take three times as long as those of another. The load stays full until all of them are answered.
     """
 
-    def __init__(self, server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, seconds: float) -> None:
-        self._server, self._prompts, self._seconds, self._at_once = server, prompts, seconds, at_once
-        self._seed, self._lock = first_seed, threading.Lock()
+    def __init__(
+        self, server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, num_requests: int = SET
+    ) -> None:
+        self._server, self._prompts, self._at_once = server, prompts, at_once
+        self._first_seed, self._num_requests = first_seed, num_requests
+        self._num_sent, self._lock = 0, threading.Lock()
         self._answers: list[Answer] = []
         self._errors: list[BaseException] = []
-        self._cold = at_once
-        self._start: float | None = None
 
     def run(self) -> dict[str, float]:
         """Tokens per second and mean latency. Raises what a request raised first."""
@@ -48,32 +45,29 @@ class ClosedLoop:
             client.join()
         if self._errors:
             raise self._errors[0]
-        assert self._start is not None
-        end = self._start + self._seconds
-        tokens = sum(answer.tokens_within(self._start, end) for answer in self._answers)
-        latencies = [answer.end - answer.begin for answer in self._answers if self._start < answer.end]
-        return {"tokens_per_s": tokens / self._seconds, "latency_mean_s": statistics.fmean(latencies)}
+        latency_s = statistics.fmean(answer.latency_s for answer in self._answers)
+        tokens = statistics.fmean(answer.num_tokens for answer in self._answers)
+        # By Little's law, since so many requests were under way all the time.
+        return {"tokens_per_s": self._at_once * tokens / latency_s, "latency_mean_s": latency_s}
 
     def _client(self) -> None:
         try:
-            self._one()
-            with self._lock:
-                self._cold -= 1
-                if not self._cold:
-                    self._start = time.monotonic()
-            while not self._errors and (self._start is None or time.monotonic() < self._start + self._seconds):
-                self._one()
+            while not self._errors and len(self._answers) < self._num_requests:
+                with self._lock:
+                    number, self._num_sent = self._num_sent, self._num_sent + 1
+                answer = self._ask(number)
+                if self._at_once <= number < self._at_once + self._num_requests:
+                    self._answers.append(answer)
         except BaseException as error:
             self._errors.append(error)
 
-    def _one(self) -> None:
-        with self._lock:
-            self._seed += 1
-            number = seed = self._seed
-            kind, _ = CHAT.kinds[number % len(CHAT.kinds)]
-            messages = self._prompts.messages(kind, seed)
+    def _ask(self, number: int) -> Answer:
+        kind, _ = CHAT.kinds[number % len(CHAT.kinds)]
         temperature = CHAT.temperatures[number // len(CHAT.kinds) % len(CHAT.temperatures)]
+        seed = self._first_seed + number
+        with self._lock:  # the prompts share a tokenizer
+            messages = self._prompts.messages(kind, seed)
         assert CHAT.most_tokens is not None
         begin = time.monotonic()
         num_tokens = self._server.ask(messages, CHAT.most_tokens, temperature, seed)
-        self._answers.append(Answer(begin, time.monotonic(), num_tokens))
+        return Answer(num_tokens, time.monotonic() - begin)

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import torch
 import typer
-from closed_loop import ClosedLoop
+from closed_loop import SET, ClosedLoop
 from program import Mode, Server, modes
 from table import LINES, Rows, markdown
 
@@ -32,14 +32,17 @@ PACKAGES = {"llama.cpp": "xllamacpp", "OpenVINO GenAI": "openvino-genai", "vLLM"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings of a run. learn_s: that `adaptive` serves at each load before it is measured there."""
+    """Settings of a run. sets: of requests that are counted at each load, up to four at a time; more at larger loads.
+
+    learn_sets: the same, that `adaptive` serves at each load before it is measured there.
+    """
 
     work: Path
     target: str
     draft: str
     loads: list[int]
-    seconds: float
-    learn_s: float
+    sets: int
+    learn_sets: int
     prompts: ChatPrompts
 
     def measure(self, mode: Mode, number: int) -> Rows:
@@ -50,9 +53,10 @@ class Comparison:
                 if at_once > mode.most_at_once:
                     continue
                 seed = ROUND_SEEDS * number + LOAD_SEEDS * at_once
-                if mode.kind == "adaptive" and self.learn_s:
-                    ClosedLoop(server, self.prompts, at_once, seed + LOAD_SEEDS // 2, self.learn_s).run()
-                found = ClosedLoop(server, self.prompts, at_once, seed, self.seconds).run()
+                a_set = SET * max(1, at_once // 4)
+                if mode.kind == "adaptive" and self.learn_sets:
+                    ClosedLoop(server, self.prompts, at_once, seed + LOAD_SEEDS // 2, self.learn_sets * a_set).run()
+                found = ClosedLoop(server, self.prompts, at_once, seed, self.sets * a_set).run()
                 rows.append({"round": number, "program": mode.program, "mode": mode.name, "at_once": at_once, **found})
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         return rows
@@ -86,8 +90,10 @@ def main(
     target: str = typer.Option(...),
     draft: str = typer.Option(""),
     rounds: int = typer.Option(3, min=1),
-    seconds: float = typer.Option(15.0, min=0.1, help="Counted at each load."),
-    learn_seconds: float = typer.Option(30.0, min=0, help="At each load, before adaptive is measured there."),
+    sets: int = typer.Option(
+        1, min=1, help=f"Sets of {SET} requests counted at each load up to 4; at 16 four times as many."
+    ),
+    learn_sets: int = typer.Option(1, min=0, help="The same, before adaptive is measured at a load."),
     load: list[int] = typer.Option([1, 4, 16], help="Requests at a time; repeat it."),
     only: str = typer.Option("", help="Programs, separated by commas; speclen always takes part."),
     out: Path = typer.Option(Path("docs/results"), help="Folder for peers.jsonl and peers.md."),
@@ -97,7 +103,7 @@ def main(
     wanted = {"speclen", *(name.strip() for name in only.split(","))}
     chosen = [mode for mode in modes(bool(draft)) if not only or mode.program in wanted]
     lines = out / LINES
-    comparison = Comparison(work, target, draft, load, seconds, learn_seconds, ChatPrompts(load_tokenizer(target)))
+    comparison = Comparison(work, target, draft, load, sets, learn_sets, ChatPrompts(load_tokenizer(target)))
     what, rows, failed = facts(work, Path(target).name, Path(draft).name), Rows(), []
     for number in range(1, rounds + 1):
         for mode in [mode for mode in chosen if number == 1 or worth_repeating(mode, rows)]:

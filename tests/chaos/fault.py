@@ -40,22 +40,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """name: for --only. does: the fault itself, one sentence. weight: its share of the time. brief: in the short run."""
+    """name: for --only. does: the fault itself, one sentence."""
 
     name: str
     does: str
     promise: str
     run: Callable[[Place], str]
-    weight: float
-    brief: bool
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    promise: str, weight: float = 1.0, brief: bool = False
-) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
+def fault(promise: str) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
     """Enter a function among the faults: its docstring says what it does, its result what was found.
 
     It raises BreachError for a broken promise, CannotRunError where the fault cannot be made.
@@ -64,7 +60,7 @@ def fault(
     def enter(run: Callable[[Place], str]) -> Callable[[Place], str]:
         name = run.__name__.replace("_", "-")
         does = " ".join((run.__doc__ or "").split("\n\n")[0].split())
-        FAULTS[name] = Fault(name, does, promise, run, weight, brief)
+        FAULTS[name] = Fault(name, does, promise, run)
         return run
 
     return enter

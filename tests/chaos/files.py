@@ -36,7 +36,6 @@ def files_damaged_at_rest(place: Place) -> str:
                 if suffix:
                     fleet.controller.start()
                     fleet.controller.wait_until_serving()
-            reporter.worker.unacknowledged.clear()
         for number in place.rounds(6):
             suffix = ("", "-wal")[number % 2]
             for name in place.folder.glob("speclen.db*"):

@@ -6,11 +6,9 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from chaos.fault import BreachError, Place, require, until
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support.addresses import free_address
 from tests.support.store_rows import rows
 
 START_S = 90.0
@@ -30,37 +29,29 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Program:
-    """One process. command: before it, such as `ip netns exec`. address: known once it serves."""
+    """One process. address: known once it serves."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        command: Sequence[str] = (),
-    ) -> None:
-        self.arguments, self.log, self.command = list(arguments), log, list(command)
+    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.arguments, self.log = list(arguments), log
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECLEN_")}
         self.environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})}
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
-        self.num_starts = 0
 
     def start(self) -> None:
         """Start it; `wait_until_serving` waits. On the address that it had before, if it had one."""
         arguments = self.arguments
         if self.address:
-            arguments = [*arguments[:1], *arguments[1:], "--listen", self.address]
+            arguments = [*arguments, "--listen", self.address]
         self.log_begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*self.command, sys.executable, "-m", "speclen.cli.app", *arguments],
+                [sys.executable, "-m", "speclen.cli.app", *arguments],
                 stdout=output,
                 stderr=output,
                 env=self.environment,
                 cwd=self.log.parent,
             )
-        self.num_starts += 1
 
     def wait_until_serving(self) -> None:
         until(lambda: "serving on " in self.said() or not self.alive, f"the start of {self.log.stem}", START_S)
@@ -119,10 +110,6 @@ class Program:
         traces = [line for line in self.log.read_text(errors="replace").splitlines() if "Traceback (most" in line]
         require(not traces, f"{self.log.stem} wrote a traceback: {traces[:1]}")
 
-    def resident_mb(self) -> float:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
-
     def health(self, service: str = "", timeout_s: float = 5.0) -> int:
         """Raises grpc.RpcError."""
         with grpc.insecure_channel(self.address) as channel:
@@ -137,27 +124,32 @@ class Program:
 class Fleet:
     """A controller and its workers for the length of a `with` block, at whose end all must stop as asked.
 
-    controller, worker: further arguments. environment: of the controller alone.
+    worker: further arguments. environment: of the controller alone.
     """
 
     def __init__(
         self,
         place: Place,
         num_workers: int = 1,
-        controller: Sequence[str] = (),
         worker: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         database: Path | None = None,
-        reports_to: str = "",
     ) -> None:
         self.database = database or place.folder / "speclen.db"
-        arguments = ["controller", "--db", str(self.database), "--commit-interval-s", "0.1", *controller]
-        self.controller = Program([*arguments], place.folder / "controller.log", environment)
+        arguments = ["controller", "--db", str(self.database), "--commit-interval-s", "0.1"]
+        self.controller = Program(arguments, place.folder / "controller.log", environment)
         self.controller.address = free_address()
-        address = reports_to or self.controller.address
         self.workers = []
         for number in range(num_workers):
-            flags = ["worker", "--worker-id", f"real-{number}", "--controller", address, *WORKER, *worker]
+            flags = [
+                "worker",
+                "--worker-id",
+                f"real-{number}",
+                "--controller",
+                self.controller.address,
+                *WORKER,
+                *worker,
+            ]
             program = Program(flags, place.folder / f"worker-{number}.log")
             program.address = free_address()
             self.workers.append(program)
@@ -168,10 +160,11 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         try:
-            for program in self.programs:
-                program.start()
-            for program in self.programs:
-                program.wait_until_serving()
+            for programs in ([self.controller], self.workers):
+                for program in programs:
+                    program.start()
+                for program in programs:
+                    program.wait_until_serving()
         except BaseException:
             self.kill()
             raise
@@ -190,7 +183,6 @@ class Fleet:
     def kill(self) -> None:
         for program in self.programs:
             if program.alive:
-                program.send(signal.SIGCONT)
                 program.send(signal.SIGKILL)
                 program.wait()
 
@@ -209,11 +201,8 @@ def is_idle(info: pb.GetServerInfoResponse) -> bool:
     return not (info.num_requests_running or info.num_requests_waiting or info.num_kv_tokens_used)
 
 
-def check_database(database: Path, complete: bool = True) -> int:
-    """Every report is there once, and what the workers' rows say agrees; the number of reports.
-
-    complete: every worker reported without a gap. Raises BreachError.
-    """
+def check_database(database: Path) -> int:
+    """Every report is there once, without a gap, and the workers' rows agree; their number. Raises BreachError."""
     require(rows(database, "PRAGMA integrity_check") == [("ok",)], "the database is damaged")
     twice = rows(
         database, "SELECT count(*) - count(DISTINCT worker_key || ':' || epoch || ':' || seq) FROM step_reports"
@@ -224,29 +213,6 @@ def check_database(database: Path, complete: bool = True) -> int:
     query = f"SELECT worker_id, num_reports, ({counted}), applied_seq, ({marks}), missing_ranges FROM workers AS w"
     for worker_id, num_reports, num_rows, applied, highest, missing in rows(database, query):
         require(num_reports == num_rows, f"{worker_id} is said to have {num_reports} reports, {num_rows} are stored")
-        require(
-            not complete or applied == (highest or 0),
-            f"{worker_id} is acknowledged up to {applied}, {highest} are stored",
-        )
-        require(not complete or missing == "[]", f"{worker_id} lacks the reports {missing}")
+        require(applied == (highest or 0), f"{worker_id} is acknowledged up to {applied}, {highest} are stored")
+        require(missing == "[]", f"{worker_id} lacks the reports {missing}")
     return rows(database, "SELECT count(*) FROM step_reports")[0][0]
-
-
-def free_address(host: str = "127.0.0.1") -> str:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def paused(program: Program) -> Iterator[None]:
-    """SIGSTOP for the length of the block."""
-    program.send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        program.send(signal.SIGCONT)
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(max(0.0, seconds))

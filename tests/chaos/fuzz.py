@@ -10,10 +10,11 @@ from collections import Counter
 import grpc
 
 from chaos.fault import BreachError, Place, fault, require
-from chaos.fleet import SERVING, Fleet, free_address
+from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
 from chaos.mutation import mutant
 from chaos.targets import SEEDS, Targets
+from tests.support.addresses import free_address
 from tests.support.damage import damaged
 
 WANTED = 1_000_000  # messages of a full run
@@ -32,7 +33,7 @@ HTTP = (
 )
 
 
-@fault("Each is taken or refused in words; nothing is raised, and what was learned stays finite.", weight=3, brief=True)
+@fault("Each is taken or refused in words; nothing is raised, and what was learned stays finite.")
 def fuzz(place: Place) -> str:
     """Messages with extreme fields and damaged bytes go straight into the controller's service and the worker's checks: a
     million of them in a full run."""
@@ -53,10 +54,7 @@ def fuzz(place: Place) -> str:
     return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
 
 
-@fault(
-    "Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.",
-    brief=True,
-)
+@fault("Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.")
 def fuzz_sockets(place: Place) -> str:
     """Damaged and extreme messages go to a real controller and a real worker over gRPC and HTTP while a client asks."""
     front, counts = free_address(), Counter[str]()

@@ -48,11 +48,6 @@ def truth() -> tuple[tuple[int, ...], ...]:
     return tuple(outputs)
 
 
-def request(prompt: int, max_tokens: int, stream: bool = True, **sampling: object) -> pb.GenerateRequest:
-    fields = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0, **sampling}
-    return pb.GenerateRequest(text=PROMPTS[prompt], stream=stream, sampling_params=pb.SamplingParams(**fields))
-
-
 def complaint(prompt: int, max_tokens: int, responses: Sequence[pb.GenerateResponse]) -> str:
     """The fault of an answer; empty if it is the target's own."""
     chunks = [token for each in responses if each.HasField("chunk") for token in each.chunk.token_ids]
@@ -71,14 +66,11 @@ class Load:
     allowed: names of status codes that the fault explains; any other, and any wrong token, is a breach.
     """
 
-    def __init__(
-        self, addresses: Sequence[str], num_clients: int, seed: int, allowed: Sequence[str] = (), pause_s: float = 0.02
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], num_clients: int, seed: int, allowed: Sequence[str] = ()) -> None:
         self.codes: Counter[str] = Counter()
         self.details: dict[str, str] = {}  # the last by code
         self.wrong: list[str] = []
-        self.seconds: list[float] = []  # of each answered request
-        self._addresses, self._allowed, self._pause_s = list(addresses), set(allowed), pause_s
+        self._addresses, self._allowed = list(addresses), set(allowed)
         self._done = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask_for_ever, args=(random.Random(seed * 1000 + number),), daemon=True)
@@ -98,44 +90,38 @@ class Load:
         for thread in self._threads:
             thread.join(90)
         if kind is None:
-            self.check()
+            self._check()
 
-    @property
-    def num_answered(self) -> int:
-        return self.codes["OK"]
-
-    def check(self) -> None:
-        require(not self.wrong, f"{len(self.wrong)} of {self.num_answered} answers are wrong, such as {self.wrong[:1]}")
+    def _check(self) -> None:
+        require(not self.wrong, f"{len(self.wrong)} of {self.codes['OK']} answers are wrong, such as {self.wrong[:1]}")
         others = {code: count for code, count in self.codes.items() if code not in {"OK", *self._allowed}}
         require(not others, f"requests ended with {others}: {[self.details[code] for code in others]}")
         require(not any(thread.is_alive() for thread in self._threads), "a request hangs")
-        require(self.num_answered, "not one request was answered")
+        require(self.codes["OK"], "not one request was answered")
 
     def _ask_for_ever(self, dice: random.Random) -> None:
-        channels = {address: grpc.insecure_channel(address) for address in self._addresses}
+        channels = [grpc.insecure_channel(address) for address in self._addresses]
         while not self._done.is_set():
-            self._ask(channels[dice.choice(self._addresses)], dice)
-            time.sleep(dice.uniform(0, 2 * self._pause_s))
-        for channel in channels.values():
+            self._ask(dice.choice(channels), dice)
+            time.sleep(dice.uniform(0, 0.04))
+        for channel in channels:
             channel.close()
 
     def _ask(self, channel: grpc.Channel, dice: random.Random) -> None:
-        prompt, max_tokens, started = dice.randrange(len(PROMPTS)), dice.randint(1, MOST_TOKENS), time.monotonic()
+        prompt, max_tokens = dice.randrange(len(PROMPTS)), dice.randint(1, MOST_TOKENS)
+        sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = pb.GenerateRequest(text=PROMPTS[prompt], stream=dice.random() < 0.7, sampling_params=sampling)
         try:
-            call = rpc.GenerationServiceStub(channel).Generate(
-                request(prompt, max_tokens, dice.random() < 0.7), timeout=60
-            )
-            responses = list(call)
+            responses = list(rpc.GenerationServiceStub(channel).Generate(request, timeout=60))
         except grpc.RpcError as error:
             self.codes[error.code().name] += 1
             self.details[error.code().name] = error.details() or ""
             time.sleep(0.05)
             return
         self.codes["OK"] += 1
-        self.seconds.append(time.monotonic() - started)
         if wrong := complaint(prompt, max_tokens, responses):
             self.wrong.append(wrong)
 
     def summary(self) -> str:
         failed = {code: count for code, count in self.codes.items() if code != "OK"}
-        return f"{self.num_answered} answers, each the target's own" + (f", beside {failed}" if failed else "")
+        return f"{self.codes['OK']} answers, each the target's own" + (f", beside {failed}" if failed else "")

@@ -1,11 +1,18 @@
-"""A worker that only reports, to a real controller that may die, move or refuse, and what it was promised."""
+"""A worker that only reports, to a real controller that may die, move or refuse, and what it was promised.
+
+It keeps a report until durable_seq has reached it, sends it again after each death, and repeats and swaps some groups.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -15,20 +22,52 @@ from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
 from speclen.v1 import control_pb2 as pb
-from tests.support.kill_checks import check_reports
-from tests.support.kill_harness import ReportingWorker
+from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.store_rows import rows
 
+EPOCH = 1_700_000_000
+SURVIVAL = (0.8, 0.6, 0.45, 0.3)
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float32")
+
+
+@lru_cache(maxsize=50_000)
+def step_report(worker: int, seq: int) -> pb.StepReport:
+    """Report number seq of a worker: always the same one, so that a repetition is a true one."""
+    dice = random.Random(worker * 1_000_003 + seq)
+    batch_size = min(32, 1 << dice.randrange(6))
+    length = dice.randrange(5)
+    histogram = [0] * (length + 1)
+    for _ in range(batch_size):
+        accepted = next((i for i in range(length) if dice.random() > SURVIVAL[i] / (1, *SURVIVAL)[i]), length)
+        histogram[accepted] += 1
+    return pb.StepReport(
+        seq=seq,
+        batch_size=batch_size,
+        speculation_length=length,
+        latency_s=0.005 * (1 + 0.1 * length + 0.05 * batch_size) * dice.uniform(0.9, 1.1),
+        accepted_histogram=histogram,
+        mean_context_length=dice.randrange(50, 60),
+        flags=[pb.STEP_FLAG_PREFILL] if dice.random() < 0.05 else [],
+    )
 
 
 class Reporter:
     """Keeps reporting for the length of a `with` block, and connects again whenever the connection ends."""
 
-    def __init__(self, address: str, dice: random.Random, number: int = 1, max_unacknowledged: int = 3000) -> None:
-        self.worker = ReportingWorker(number, CONTEXT, dice, max_unacknowledged)
-        self.address = address
-        self._done = False
-        self._failure: BaseException | None = None
+    def __init__(
+        self,
+        address: str,
+        dice: random.Random,
+        number: int = 1,
+        context: pb.ContextKey = CONTEXT,
+        max_waiting: int = 3000,
+    ) -> None:
+        self.address, self.number, self._context, self._max_waiting = address, number, context, max_waiting
+        self._identity = pb.WorkerIdentity(worker_id=f"worker-{number}", epoch=EPOCH)
+        self._dice = dice
+        self.last_seq = self.durable_seq = self.num_repeated = self.num_swapped = 0
+        self._ending = self._all_made = self._gone = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Reporter:
@@ -38,53 +77,100 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._done = True
-        self.worker.finishing = True
+        self._gone = self._ending = True
         self._thread.join(1.0 if kind else 20.0)
 
     def _run(self) -> None:
-        while not self._done:
-            with contextlib.suppress(grpc.RpcError):
-                try:
-                    self.worker.report_until_broken(self.address)
-                except grpc.RpcError:
-                    raise
-                except Exception as error:
-                    self._failure = error
-                    return
-            if self.worker.finishing and not self.worker.unacknowledged:
+        while not self._gone and not self._is_done:
+            try:
+                with grpc.insecure_channel(self.address) as channel, contextlib.suppress(grpc.RpcError):
+                    self._report(rpc.ControlServiceStub(channel))
+            except Exception as error:
+                self._failure = error
                 return
             time.sleep(0.02)
 
     @property
-    def num_acknowledged(self) -> int:
-        return self.worker.num_acknowledged
+    def _is_done(self) -> bool:
+        return self._all_made and self.durable_seq == self.last_seq
+
+    def _report(self, stub: rpc.ControlServiceStub) -> None:
+        """One connection: what is not durable, then new reports, until the controller dies."""
+        limits = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
+        registration = pb.RegisterWorkerRequest(worker=self._identity, context=self._context, limits=limits)
+        durable_seq = stub.RegisterWorker(registration, timeout=5).durable_seq
+        require(durable_seq >= self.durable_seq, f"{self.durable_seq} was durable, and {durable_seq} is left of it")
+        self.durable_seq = durable_seq
+        for response in stub.StreamReports(self._requests(durable_seq)):
+            self.durable_seq = max(self.durable_seq, response.durable_seq)
+            if self._is_done:
+                return
+
+    def _requests(self, durable_seq: int) -> Iterator[pb.StreamReportsRequest]:
+        yield pb.StreamReportsRequest(worker=self._identity)
+        for seqs in self._groups(durable_seq):
+            yield pb.StreamReportsRequest(reports=[step_report(self.number, seq) for seq in seqs])
+
+    def _groups(self, durable_seq: int) -> Iterator[range]:
+        """Seqs of one message after the other, empty ones as heartbeats."""
+        yield from self._with_mischief(self._cut(range(durable_seq + 1, self.last_seq + 1)))
+        while not self._ending:
+            new = range(0)
+            if self.last_seq - self.durable_seq < self._max_waiting:
+                new = range(self.last_seq + 1, self.last_seq + 1 + self._dice.randint(1, 120))
+                self.last_seq = new[-1]
+            yield from self._with_mischief(self._cut(new)) if new else [new]
+            time.sleep(0.004)
+        self._all_made = True
+        while not self._is_done:
+            time.sleep(0.02)
+            yield range(0)
+
+    def _cut(self, seqs: range) -> Iterator[range]:
+        while seqs:
+            size = self._dice.choice((1, 3, 16, 64, 64))
+            yield seqs[:size]
+            seqs = seqs[size:]
+
+    def _with_mischief(self, groups: Iterator[range]) -> Iterator[range]:
+        """Swap one group in ten with the next one, and send one in ten twice."""
+        for group in groups:
+            if self._dice.random() < 0.1 and (following := next(groups, None)):
+                self.num_swapped += 1
+                yield following
+            yield group
+            if self._dice.random() < 0.1:
+                self.num_repeated += 1
+                yield group
 
     def wait_for_more(self, num_reports: int = 50, timeout_s: float = 30.0) -> None:
-        """Until so many more are acknowledged."""
-        wanted = self.num_acknowledged + num_reports
-        until(lambda: self.num_acknowledged >= wanted or self._failure, "an acknowledgement", timeout_s)
+        """Until so many more are durable."""
+        wanted = self.durable_seq + num_reports
+        until(lambda: self.durable_seq >= wanted or self._failure, "an acknowledgement", timeout_s)
         self.check()
 
     def finish(self, timeout_s: float = 60.0) -> None:
         """Have everything acknowledged."""
-        self.worker.finishing = True
+        self._ending = True
         self._thread.join(timeout_s)
         self.check()
-        left = len(self.worker.unacknowledged)
-        require(not left and not self._thread.is_alive(), f"{left} reports are never acknowledged")
+        require(self._is_done, f"of {self.last_seq} reports {self.durable_seq} became durable")
 
     def check(self) -> None:
+        """Raises BreachError if the reporting failed."""
         if self._failure is not None:
             raise BreachError(f"the reporting failed: {self._failure!r}")
-        require(not self.worker.broken_promises, f"{self.worker.broken_promises[:1]}")
 
     def check_stored(self, database: Path) -> None:
         """All that was reported is there once, as it was sent. Raises BreachError."""
-        connection = connect_reader(database)
-        try:
-            check_reports(database, self.worker.number, self.worker.last_seq, list(stored_reports(connection)))
-        except AssertionError as error:
-            raise BreachError(str(error).splitlines()[0]) from error
-        finally:
-            connection.close()
+        query = f"SELECT worker_key FROM workers WHERE worker_id = 'worker-{self.number}'"
+        [(worker_key,)] = rows(database, query)
+        with closing(connect_reader(database)) as connection:
+            mine = [row for row in stored_reports(connection) if row.worker_key == worker_key]
+        seqs = sorted(row.seq for row in mine)
+        require(seqs == [*range(1, self.last_seq + 1)], "a report is lost or counted twice")
+        for row in mine:
+            sent = step_report(self.number, row.seq)
+            stored = row.epoch, row.batch_size, row.latency_s, json.loads(row.accepted_histogram)
+            expected = EPOCH, sent.batch_size, sent.latency_s, [*sent.accepted_histogram]
+            require(stored == expected, f"report {row.seq} was stored as {stored} and sent as {expected}")

@@ -1,21 +1,17 @@
-// Loaded before libc (LD_PRELOAD): a disk that is full, slow or broken, and a clock that jumps, as a mapped file says.
+// Loaded before libc (LD_PRELOAD): a disk that is full or broken, as a mapped file says.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
 #include <unistd.h>
 
 // The layout of chaos/shim.py.
 struct control {
-  double clock_offset_s;
-  int write_errno;    // of pwrite64, which is how SQLite writes and hardly anybody else
-  int sync_errno;     // of fsync and fdatasync
-  int sync_delay_ms;  // before each of them
-  int num_faults;     // how often something was done
+  int write_errno;  // of pwrite64, which is how SQLite writes and hardly anybody else
+  int sync_errno;   // of fsync and fdatasync
+  int num_faults;   // how often something was done
 };
 
 static struct control nothing;
@@ -45,10 +41,6 @@ ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
 }
 
 static int before_sync(void) {
-  if (control->sync_delay_ms) {
-    control->num_faults++;
-    usleep(1000 * control->sync_delay_ms);
-  }
   if (!control->sync_errno) return 0;
   control->num_faults++;
   errno = control->sync_errno;
@@ -63,25 +55,4 @@ int fsync(int file) {
 int fdatasync(int file) {
   REAL(int, "fdatasync", int);
   return before_sync() ? -1 : real(file);
-}
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-  REAL(int, "clock_gettime", clockid_t, struct timespec *);
-  int result = real(clock, now);
-  if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += control->clock_offset_s;
-  return result;
-}
-
-int gettimeofday(struct timeval *restrict now, void *restrict zone) {
-  REAL(int, "gettimeofday", struct timeval *, void *);
-  int result = real(now, zone);
-  if (!result) now->tv_sec += control->clock_offset_s;
-  return result;
-}
-
-time_t time(time_t *where) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  if (where) *where = now.tv_sec;
-  return now.tv_sec;
 }

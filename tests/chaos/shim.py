@@ -1,4 +1,4 @@
-"""A disk and a clock that misbehave on command, for one process: shim.c, compiled here and loaded before libc."""
+"""A disk that misbehaves on command, for one process: shim.c, compiled here and loaded before libc."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from chaos.fault import CannotRunError
 
-LAYOUT = struct.Struct("=diiii")  # struct control of shim.c
-FIELDS = ("clock_offset_s", "write_errno", "sync_errno", "sync_delay_ms", "num_faults")
+LAYOUT = struct.Struct("=iii")  # struct control of shim.c
+FIELDS = ("write_errno", "sync_errno", "num_faults")
 
 
 class Shim:
@@ -20,7 +20,7 @@ class Shim:
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise CannotRunError("needs a C compiler (cc) to make a disk and a clock that misbehave")
+            raise CannotRunError("needs a C compiler (cc) to make a disk that misbehaves")
         library, control = folder / "shim.so", folder / "shim.control"
         command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, Path(__file__).with_name("shim.c"), "-ldl"]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -31,12 +31,10 @@ class Shim:
             self._memory = mmap.mmap(file.fileno(), LAYOUT.size)
         self.environment = {"LD_PRELOAD": str(library), "CHAOS_SHIM": str(control)}
 
-    def set(self, **values: float) -> None:
+    def set(self, **values: int) -> None:
         """From now on; what is not named is as it should be."""
         wrong = {"num_faults": self.num_faults, **values}
-        LAYOUT.pack_into(
-            self._memory, 0, float(wrong.pop("clock_offset_s", 0.0)), *(int(wrong.get(n, 0)) for n in FIELDS[1:])
-        )
+        LAYOUT.pack_into(self._memory, 0, *(wrong.get(name, 0) for name in FIELDS))
 
     @property
     def num_faults(self) -> int:

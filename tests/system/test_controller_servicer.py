@@ -19,7 +19,6 @@ from tests.support.control_fakes import (
     identity,
     registration,
     report,
-    run,
     served,
     status_of,
 )
@@ -197,22 +196,19 @@ async def test_a_mistake_of_ours_is_logged_and_not_told(at, monkeypatch):
     assert (code, "division" in details) == ("INTERNAL", False)
 
 
-def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):
-    async def story():
-        answers = []
-        async with served(tmp_path) as at:
-            await at.stub.RegisterWorker(registration())
-            channel = aio.insecure_channel(at.address)  # outlives the controller
-            call = rpc.ControlServiceStub(channel).StreamReports()
-            await call.write(group(1, 20))
-            answers.append(await call.read())
-            reading = asyncio.create_task(read_to_the_end(call, answers))
-        assert await reading == "UNAVAILABLE"
-        assert answers[-1].durable_seq == 20
-        assert workers(connect_reader(tmp_path / "test.db"))[0].applied_seq == 20
-        await channel.close()
-
-    run(story)
+async def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):
+    answers = []
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        channel = aio.insecure_channel(at.address)  # outlives the controller
+        call = rpc.ControlServiceStub(channel).StreamReports()
+        await call.write(group(1, 20))
+        answers.append(await call.read())
+        reading = asyncio.create_task(read_to_the_end(call, answers))
+    assert await reading == "UNAVAILABLE"
+    assert answers[-1].durable_seq == 20
+    assert workers(connect_reader(tmp_path / "test.db"))[0].applied_seq == 20
+    await channel.close()
 
 
 async def read_to_the_end(call, answers):
@@ -225,28 +221,25 @@ async def read_to_the_end(call, answers):
     return "OK"
 
 
-def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
+async def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
     token, reading = tmp_path / "token", tmp_path / "reading"
     token.write_text("0123456789abcdef\n")
     reading.write_text("fedcba9876543210\n")
 
-    async def story():
-        async with served(None, token_file=token, read_token_file=reading) as at:
-            full = (("authorization", "Bearer 0123456789abcdef"),)
-            read = (("authorization", "Bearer fedcba9876543210"),)
-            await at.stub.RegisterWorker(registration(), metadata=full)
-            table = await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT), metadata=read)
-            assert table.tables
-            health = health_pb2_grpc.HealthStub(at.channel)
-            await health.Check(health_pb2.HealthCheckRequest(), metadata=read)
-            for call in (
-                at.stub.RegisterWorker(registration("other"), metadata=read),
-                at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(1)), metadata=read),
-                at.stub.ImportProfile(pb.ImportProfileRequest(), metadata=read),
-            ):
-                code, words = await status_of(call)
-                assert (code, words) == ("PERMISSION_DENIED", "this token is for reading alone")
-            stream = at.stub.StreamReports(metadata=read)
-            assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
-
-    run(story)
+    async with served(None, token_file=token, read_token_file=reading) as at:
+        full = (("authorization", "Bearer 0123456789abcdef"),)
+        read = (("authorization", "Bearer fedcba9876543210"),)
+        await at.stub.RegisterWorker(registration(), metadata=full)
+        table = await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT), metadata=read)
+        assert table.tables
+        health = health_pb2_grpc.HealthStub(at.channel)
+        await health.Check(health_pb2.HealthCheckRequest(), metadata=read)
+        for call in (
+            at.stub.RegisterWorker(registration("other"), metadata=read),
+            at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(1)), metadata=read),
+            at.stub.ImportProfile(pb.ImportProfileRequest(), metadata=read),
+        ):
+            code, words = await status_of(call)
+            assert (code, words) == ("PERMISSION_DENIED", "this token is for reading alone")
+        stream = at.stub.StreamReports(metadata=read)
+        assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"

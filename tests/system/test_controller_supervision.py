@@ -18,7 +18,7 @@ from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.server import end, running
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3
-from tests.support.control_fakes import group, registration, run, served
+from tests.support.control_fakes import group, registration, served
 
 
 def broken(*arguments, **more):
@@ -39,15 +39,12 @@ async def soon_broken(*arguments, **more):
         (Streams, "deliver", "the delivery of news"),
     ],
 )
-def test_a_part_that_ends_is_a_failure_of_the_controller(monkeypatch, kind, method, part):
+async def test_a_part_that_ends_is_a_failure_of_the_controller(monkeypatch, kind, method, part):
     monkeypatch.setattr(kind, method, soon_broken)
 
-    async def story():
-        async with running(ControllerConfig(listen="127.0.0.1:0", in_memory=True)) as controller:
-            failure = await asyncio.wait_for(asyncio.shield(controller.supervisor.failure), 20)
-            assert str(failure) == f"{part} has ended: broken for a test"
-
-    run(story)
+    async with running(ControllerConfig(listen="127.0.0.1:0", in_memory=True)) as controller:
+        failure = await asyncio.wait_for(asyncio.shield(controller.supervisor.failure), 20)
+        assert str(failure) == f"{part} has ended: broken for a test"
 
 
 # Starts a controller whose page for Prometheus breaks a second after it serves, and says when that was.
@@ -80,68 +77,59 @@ def test_a_thread_that_ends_takes_the_process_with_it_at_once():
     assert "has ended" in told
 
 
+@contextlib.asynccontextmanager
+async def lacking(why, folder, **options):
+    """A controller that is served, and says at its end that its database lacks what was learned last."""
+    with pytest.raises(OSError, match=f"lacks what was learned last: {why}"):
+        async with served(folder, **options) as at:
+            yield at
+
+
 async def read_to_the_end(call) -> None:
     while await call.read() is not aio.EOF:
         pass
 
 
-def test_streams_tell_of_a_failure(tmp_path):
-    async def story():
-        async with served(tmp_path) as at:
+async def test_streams_tell_of_a_failure(tmp_path):
+    async with lacking(r"a part has ended: broken for a test", tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        call = at.stub.StreamReports()
+        await call.write(group(1, 3))
+        await call.read()
+        at.controller.supervisor.start("a part", soon_broken())
+        await at.controller.supervisor.failure
+        await end(at.controller, 0.0)
+        with pytest.raises(aio.AioRpcError) as ending:
+            await read_to_the_end(call)
+        assert ending.value.code().name == "UNAVAILABLE"
+        assert "a part has ended: broken for a test" in ending.value.details()
+
+
+async def test_health_is_not_serving_while_a_controller_whose_store_has_ended_is_still_there(tmp_path, monkeypatch):
+    async with lacking(r".*broken", tmp_path, commit_interval_s=0.01) as at:
+        monkeypatch.setattr("speclen.store.database.write", broken)
+        with contextlib.suppress(aio.AioRpcError):
             await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            await call.write(group(1, 3))
-            await call.read()
-            at.controller.supervisor.start("a part", soon_broken())
-            await at.controller.supervisor.failure
-            await end(at.controller, 0.0)
-            with pytest.raises(aio.AioRpcError) as ending:
-                await read_to_the_end(call)
-            assert ending.value.code().name == "UNAVAILABLE"
-            assert "a part has ended: broken for a test" in ending.value.details()
-
-    with pytest.raises(OSError, match="lacks what was learned last: a part has ended: broken for a test"):
-        run(story)
-
-
-def test_health_is_not_serving_while_a_controller_whose_store_has_ended_is_still_there(tmp_path, monkeypatch):
-    async def story():
-        async with served(tmp_path, commit_interval_s=0.01) as at:
-            monkeypatch.setattr("speclen.store.database.write", broken)
-            with contextlib.suppress(aio.AioRpcError):
-                await at.stub.RegisterWorker(registration())
-            failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
-            assert "broken for a test" in str(failure)
-            request = health_pb2.HealthCheckRequest(service="speclen.store")
-            watch = health_pb2_grpc.HealthStub(at.channel).Watch(request)
-            while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
-                pass
-
-    with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*broken"):
-        run(story)
+        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
+        assert "broken for a test" in str(failure)
+        request = health_pb2.HealthCheckRequest(service="speclen.store")
+        watch = health_pb2_grpc.HealthStub(at.channel).Watch(request)
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+            pass
 
 
 def full(*arguments):
     raise sqlite3.OperationalError("database or disk is full")
 
 
-def test_a_controller_that_cannot_store_what_it_has_says_so_as_it_ends(tmp_path, monkeypatch):
+async def test_a_controller_that_cannot_store_what_it_has_says_so_as_it_ends(tmp_path, monkeypatch):
     """It ended as if all had been well, and the log alone said that the last commit was lost."""
-
-    async def story():
-        async with served(tmp_path, drain_timeout_s=0.3) as at:
-            monkeypatch.setattr("speclen.store.database.write", full)
-            await at.stub.RegisterWorker(registration())
-
-    with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*disk is full"):
-        run(story)
+    async with lacking(r".*disk is full", tmp_path, drain_timeout_s=0.3) as at:
+        monkeypatch.setattr("speclen.store.database.write", full)
+        await at.stub.RegisterWorker(registration())
 
 
-def test_a_store_that_ended_before_the_last_commit_is_told_at_the_end(tmp_path):
-    async def story():
-        async with served(tmp_path, commit_interval_s=60.0) as at:
-            await at.stub.RegisterWorker(registration())
-            (tmp_path / "test.db").unlink()
-
-    with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*was deleted"):
-        run(story)
+async def test_a_store_that_ended_before_the_last_commit_is_told_at_the_end(tmp_path):
+    async with lacking(r".*was deleted", tmp_path, commit_interval_s=60.0) as at:
+        await at.stub.RegisterWorker(registration())
+        (tmp_path / "test.db").unlink()

@@ -69,21 +69,18 @@ def test_envoy_takes_the_kept_configuration(tmp_path):
 
 
 @needs_envoy
-def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_the_dead(tmp_path):
+async def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_the_dead(tmp_path):
     """The real proxy, as it is configured: a slow worker gets fewer requests, a stopped one none, no call fails."""
     slow, quick = FakeService(step_s=0.5), [FakeService(step_s=0.005) for _ in range(2)]
 
-    async def story():
-        async with workers(slow, *quick) as (addresses, servers), proxied(tmp_path, addresses) as channel:
-            await share(channel, 40, at_once=4)
-            assert slow.num_requests < 40 / 3, (tmp_path / "log").read_text()
-            await servers[1].stop(None)
-            before = quick[0].num_requests
-            await share(channel, 40, at_once=20)  # many meet the dead one before Envoy knows
-            assert quick[0].num_requests == before
-            assert slow.num_requests + quick[1].num_requests >= 80 - before
-
-    asyncio.run(asyncio.wait_for(story(), 120.0))
+    async with workers(slow, *quick) as (addresses, servers), proxied(tmp_path, addresses) as channel:
+        await share(channel, 40, at_once=4)
+        assert slow.num_requests < 40 / 3, (tmp_path / "log").read_text()
+        await servers[1].stop(None)
+        before = quick[0].num_requests
+        await share(channel, 40, at_once=20)  # many meet the dead one before Envoy knows
+        assert quick[0].num_requests == before
+        assert slow.num_requests + quick[1].num_requests >= 80 - before
 
 
 @dataclass
@@ -100,39 +97,33 @@ class Leaving(FakeService):
 
 
 @needs_envoy
-def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_path):
+async def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_path):
     """As in Kubernetes, where nobody checks: what refuses has the fewest requests, so it would be given most of them."""
     leaving, staying = Leaving(), FakeService(step_s=0.005)
 
-    async def story():
-        async with workers(leaving, staying) as (addresses, _), proxied(tmp_path, addresses) as channel:
-            await share(channel, 60, at_once=4)
-            assert leaving.num_requests > 0
-            assert staying.num_requests >= 60
-
-    asyncio.run(asyncio.wait_for(story(), 120.0))
+    async with workers(leaving, staying) as (addresses, _), proxied(tmp_path, addresses) as channel:
+        await share(channel, 60, at_once=4)
+        assert leaving.num_requests > 0
+        assert staying.num_requests >= 60
 
 
 @needs_envoy
-def test_envoy_repeats_nothing_that_has_begun(tmp_path):
+async def test_envoy_repeats_nothing_that_has_begun(tmp_path):
     breaking, whole = Leaving(begun=True), FakeService(step_s=0.001)
 
-    async def story():
-        async with workers(breaking, whole) as (addresses, _), proxied(tmp_path, addresses) as channel:
-            before = breaking.num_requests, whole.num_requests
-            broken = 0
-            for _ in range(30):
-                call = rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0)
-                with contextlib.suppress(aio.AioRpcError):
-                    async for _ in call:
-                        pass
-                code = await call.code()
-                assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
-                broken += code is grpc.StatusCode.UNAVAILABLE
-            assert broken > 0
-            assert (breaking.num_requests - before[0], whole.num_requests - before[1]) == (broken, 30 - broken)
-
-    asyncio.run(asyncio.wait_for(story(), 120.0))
+    async with workers(breaking, whole) as (addresses, _), proxied(tmp_path, addresses) as channel:
+        before = breaking.num_requests, whole.num_requests
+        broken = 0
+        for _ in range(30):
+            call = rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0)
+            with contextlib.suppress(aio.AioRpcError):
+                async for _ in call:
+                    pass
+            code = await call.code()
+            assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+            broken += code is grpc.StatusCode.UNAVAILABLE
+        assert broken > 0
+        assert (breaking.num_requests - before[0], whole.num_requests - before[1]) == (broken, 30 - broken)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import resource
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -24,15 +23,10 @@ pytest.importorskip("llguidance")
 MANY_FILES = 1100  # more than select.select knows
 
 
-def run(test: Callable[[Grammars], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    async def main() -> None:
-        prepared = Grammars(tiny_models.tokenizer(), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID], **settings)
-        try:
-            await test(prepared)
-        finally:
-            prepared.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+def preparing(**settings: Any) -> contextlib.closing[Grammars]:
+    return contextlib.closing(
+        Grammars(tiny_models.tokenizer(), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID], **settings)
+    )
 
 
 def deep() -> StructuredOutput:
@@ -46,8 +40,8 @@ def slow() -> StructuredOutput:
     return StructuredOutput("json_schema", '{"type": "integer", "multipleOf": 999983}')
 
 
-def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_is_served() -> None:
-    async def test(prepared: Grammars) -> None:
+async def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_is_served() -> None:
+    with preparing(trial_s=1.0) as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))
         num_turns = 0
@@ -59,30 +53,27 @@ def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_
         assert num_turns > 20
         await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
 
-    run(test, trial_s=1.0)
 
-
-def test_grammars_are_tried_however_many_files_are_open() -> None:
+async def test_grammars_are_tried_however_many_files_are_open() -> None:
     """Story: with 1,000 connections none could be tried, and none any more when they had gone."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most[1] < MANY_FILES + 100:
         pytest.skip(f"no more than {most[1]} files may be open")
 
-    async def test(prepared: Grammars) -> None:
-        await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
-
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], MANY_FILES + 100), most[1]))
     try:
         with contextlib.ExitStack() as files:
             for _ in range(MANY_FILES):
-                files.enter_context(open(os.devnull))
-            run(test)
+                files.enter_context(open(os.devnull))  # noqa: ASYNC230
+            await files.enter_context(preparing()).prepare(StructuredOutput("regex", "[ab]"), "a")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
-def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(prepared: Grammars) -> None:
+async def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         with monkeypatch.context() as broken:
             broken.setattr(json, "loads", lambda line: 1 / 0)
@@ -92,23 +83,19 @@ def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(mo
             await prepared.prepare(StructuredOutput("regex", "("), "a")
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
-    run(test)
 
-
-def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> None:
-    async def test(prepared: Grammars) -> None:
+async def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> None:
+    with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         with pytest.raises(ValueError, match="too deep or too large"):
             await prepared.prepare(deep(), "a")
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
-    run(test)
 
-
-def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> None:
+async def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> None:
     """Its answer must not be taken for the next one's."""
 
-    async def test(prepared: Grammars) -> None:
+    with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))
         await asyncio.sleep(0.1)
@@ -117,13 +104,12 @@ def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> None:
             await prepared.prepare(StructuredOutput("regex", "("), "b")
         await prepared.prepare(StructuredOutput("regex", "b"), "b")
 
-    run(test)
 
-
-def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_CACHED", 3)
 
-    async def test(prepared: Grammars) -> None:
+    with preparing() as prepared:
+
         async def again(number: int) -> Grammar:
             return await prepared.prepare(StructuredOutput("regex", str(number), field="elsewhere"), "a")
 
@@ -132,31 +118,25 @@ def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch)
             made[number] = await again(number)
         assert [await again(number) is made[number] for number in (3, 0, 4, 1)] == [True, True, True, False]
 
-    run(test)
 
-
-def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(prepared: Grammars) -> None:
+async def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with preparing() as prepared:
         wanted = [StructuredOutput("regex", f"a{number}") for number in range(grammars.MAX_WAITING + 4)]
         found = await asyncio.gather(*[prepared.prepare(one, "a") for one in wanted], return_exceptions=True)
         assert sum(isinstance(one, QueueFullError) for one in found) == 3
         assert not any(isinstance(one, BaseException) and not isinstance(one, QueueFullError) for one in found)
 
-    run(test)
 
-
-def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row copies it: what one may take, thirty-two of one request could not."""
     monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
     monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
 
-    async def test(prepared: Grammars) -> None:
+    with preparing(num_rows=4) as prepared:
         await prepared.prepare(StructuredOutput("choice", '["a", "b"]'), "a")
         words = json.dumps([f"word {at} of {at * 7919 % 100_003}" for at in range(2_500)])
         with pytest.raises(ValueError, match=r"takes .* MiB, and may take 0"):
             await prepared.prepare(StructuredOutput("choice", words), "a")
-
-    run(test, num_rows=4)
 
 
 async def test_a_model_that_cannot_is_told() -> None:

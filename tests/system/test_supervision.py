@@ -21,10 +21,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
 
 
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10.0))
-
-
 async def cancelled_from_within() -> None:
     raise asyncio.CancelledError
 
@@ -66,116 +62,98 @@ async def waits_for_what_is_cancelled() -> None:
     await call
 
 
-def test_a_part_that_ends_is_started_again_and_counted() -> None:
-    run(lambda: kept_through(failing, returns, waits_for_what_is_cancelled))
+async def test_a_part_that_ends_is_started_again_and_counted() -> None:
+    await kept_through(failing, returns, waits_for_what_is_cancelled)
 
 
 @pytest.mark.parametrize(
     ("work", "words"), [(failing, "broken"), (returns, "without a reason"), (cancelled_from_within, "without a reason")]
 )
-def test_a_part_that_may_not_end_fails_however_it_does(work: Any, words: str) -> None:
-    async def test() -> None:
-        supervisor = Supervisor()
-        supervisor.start("a task", work())
-        assert str(await supervisor.failure) == f"a task has ended: {words}"
-
-    run(test)
+async def test_a_part_that_may_not_end_fails_however_it_does(work: Any, words: str) -> None:
+    supervisor = Supervisor()
+    supervisor.start("a task", work())
+    assert str(await supervisor.failure) == f"a task has ended: {words}"
 
 
-def test_what_is_stopped_on_purpose_is_no_failure_and_a_dead_thread_is_one() -> None:
-    async def test() -> None:
-        supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
-        thread.start()
-        supervisor.start("a task", asyncio.sleep(60))
-        await supervisor.stop()
-        assert not supervisor.failure.done()
-        again = Supervisor()
-        again.watch(thread)
-        assert str(await again.failure) == "a thread has ended: its thread is dead"
-
-    run(test)
+async def test_what_is_stopped_on_purpose_is_no_failure_and_a_dead_thread_is_one() -> None:
+    supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
+    thread.start()
+    supervisor.start("a task", asyncio.sleep(60))
+    await supervisor.stop()
+    assert not supervisor.failure.done()
+    again = Supervisor()
+    again.watch(thread)
+    assert str(await again.failure) == "a thread has ended: its thread is dead"
 
 
-def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: where a part failed in the moment in which it was cancelled, it was started again, and `stop` waited on."""
     monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
 
-    async def test() -> None:
-        supervisor, failing_now, num_lost = Supervisor(), asyncio.Event(), 0
+    supervisor, failing_now, num_lost = Supervisor(), asyncio.Event(), 0
 
-        async def fails() -> None:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(failing_now.wait())
-                group.create_task(asyncio.sleep(60))
-                await failing_now.wait()
-                raise KeyError("of another kind")
+    async def fails() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(failing_now.wait())
+            group.create_task(asyncio.sleep(60))
+            await failing_now.wait()
+            raise KeyError("of another kind")
 
-        async def loses() -> None:
-            nonlocal num_lost
-            while num_lost < 2:
-                try:
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    num_lost += 1
-            await asyncio.sleep(60)
+    async def loses() -> None:
+        nonlocal num_lost
+        while num_lost < 2:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                num_lost += 1
+        await asyncio.sleep(60)
 
-        supervisor.keep("fails", fails)
-        supervisor.keep("loses", loses)
-        await asyncio.sleep(0.02)
-        failing_now.set()
-        await supervisor.stop()
-        assert num_lost == 2
-        supervisor.fail("the engine", RuntimeError("its loop returned"))
-        await asyncio.sleep(0.02)
-        assert not supervisor.failure.done(), "what is stopped on purpose has not failed"
-
-    run(test)
+    supervisor.keep("fails", fails)
+    supervisor.keep("loses", loses)
+    await asyncio.sleep(0.02)
+    failing_now.set()
+    await supervisor.stop()
+    assert num_lost == 2
+    supervisor.fail("the engine", RuntimeError("its loop returned"))
+    await asyncio.sleep(0.02)
+    assert not supervisor.failure.done(), "what is stopped on purpose has not failed"
 
 
 @pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
-def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) -> None:
-    async def test() -> None:
-        ended = []
+async def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) -> None:
+    ended = []
 
-        async def other() -> None:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended.append("other")
+    async def other() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("other")
 
-        with pytest.raises((ValueError, PartFailedError), match=error):
-            await until_one_fails(other(), asyncio.sleep(0), work())
-        assert ended == ["other"]
-
-    run(test)
+    with pytest.raises((ValueError, PartFailedError), match=error):
+        await until_one_fails(other(), asyncio.sleep(0), work())
+    assert ended == ["other"]
 
 
-def test_a_failure_in_another_thread_ends_the_waiting_and_the_first_one_counts() -> None:
-    async def test() -> None:
-        supervisor = Supervisor()
+async def test_a_failure_in_another_thread_ends_the_waiting_and_the_first_one_counts() -> None:
+    supervisor = Supervisor()
+    supervisor.check()
+
+    def fail() -> None:
+        supervisor.fail("the engine", ZeroDivisionError("by zero"))
+        supervisor.fail("the engine", RuntimeError("its loop returned"))
+
+    threading.Thread(target=fail).start()
+    with pytest.raises(PartFailedError, match="the engine has failed: ZeroDivisionError: by zero"):
+        await supervisor.wait(asyncio.Event())
+    with pytest.raises(PartFailedError, match="ZeroDivisionError"):
         supervisor.check()
 
-        def fail() -> None:
-            supervisor.fail("the engine", ZeroDivisionError("by zero"))
-            supervisor.fail("the engine", RuntimeError("its loop returned"))
 
-        threading.Thread(target=fail).start()
-        with pytest.raises(PartFailedError, match="the engine has failed: ZeroDivisionError: by zero"):
-            await supervisor.wait(asyncio.Event())
-        with pytest.raises(PartFailedError, match="ZeroDivisionError"):
-            supervisor.check()
-
-    run(test)
-
-
-def test_a_callback_that_fails_is_counted() -> None:
-    async def test() -> None:
-        supervisor = Supervisor()
-        asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-        await asyncio.sleep(0.01)
-        assert supervisor.num_failures["event loop"] == 1
-
-    run(test)
+async def test_a_callback_that_fails_is_counted() -> None:
+    supervisor = Supervisor()
+    asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+    await asyncio.sleep(0.01)
+    assert supervisor.num_failures["event loop"] == 1
 
 
 HANGING = """

@@ -14,7 +14,6 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
 from speclen.worker.config import WorkerConfig
 from tests.support.addresses import free_address
-from tests.support.control_fakes import run
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = [*sorted((DEPLOY / "kubernetes").glob("*.yaml")), DEPLOY / "envoy" / "proxy.yaml"]
@@ -82,34 +81,31 @@ def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
     assert waits_s + float(drains_s) + 10 <= pod["terminationGracePeriodSeconds"]
 
 
-def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
+async def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
     """Kubernetes' gRPC probes know neither TLS nor tokens; what they reach is health alone."""
     (tmp_path / "token").write_text("0123456789abcdef\n")
 
-    async def story():
-        with_port = free_address()
-        config = ControllerConfig(
-            listen="127.0.0.1:0", in_memory=True, token_file=tmp_path / "token", probe_listen=with_port
-        )
-        async with running(config) as controller:
-            async with aio.insecure_channel(with_port) as channel:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-                other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
-                with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
-                    await other(b"", timeout=10)
-            async with aio.insecure_channel(with_port) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(20)]  # kept, they would fill it
-                for watch in watches:
-                    with pytest.raises(aio.AioRpcError, match=r"UNIMPLEMENTED|RESOURCE_EXHAUSTED"):
-                        await asyncio.wait_for(watch.read(), 10)
-                assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
-            async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
-                with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
-                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-
-    run(story)
+    with_port = free_address()
+    config = ControllerConfig(
+        listen="127.0.0.1:0", in_memory=True, token_file=tmp_path / "token", probe_listen=with_port
+    )
+    async with running(config) as controller:
+        async with aio.insecure_channel(with_port) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
+            with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
+                await other(b"", timeout=10)
+        async with aio.insecure_channel(with_port) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(20)]  # kept, they would fill it
+            for watch in watches:
+                with pytest.raises(aio.AioRpcError, match=r"UNIMPLEMENTED|RESOURCE_EXHAUSTED"):
+                    await asyncio.wait_for(watch.read(), 10)
+            assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+        async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
+            with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 
 
 COMPOSE = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())

@@ -24,13 +24,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_only_tokens_within_the_window_count(peers: Any) -> None:
-    answer = peers("closed_loop").Answer(begin=2.0, end=6.0, num_tokens=40)
-    windows = [(0.0, 10.0), (3.0, 5.0), (5.0, 9.0), (7.0, 9.0)]
-    assert [answer.tokens_within(*window) for window in windows] == [40, 20, 10, 0]
-
-
-def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
+def test_a_closed_loop_counts_the_same_requests_for_all_and_raises_what_fails(peers: Any) -> None:
     loop = peers("closed_loop")
     prompts = SimpleNamespace(messages=lambda kind, seed: [{"role": "user", "content": f"{kind} {seed}"}])
     asked: list[tuple[Any, float]] = []
@@ -40,16 +34,25 @@ def test_a_closed_loop_keeps_its_load_and_raises_what_fails(peers: Any) -> None:
         loop.time.sleep(0.002)
         return 10
 
-    found = loop.ClosedLoop(SimpleNamespace(ask=ask), prompts, 4, 100, 0.1).run()
-    assert 0 < found["tokens_per_s"] <= 4 * 10 / 0.002
-    assert len({content for content, _ in asked}) == len(asked) > 4
-    assert {temperature for _, temperature in asked} == {0.0, 0.7, 1.0}
+    found = loop.ClosedLoop(SimpleNamespace(ask=ask), prompts, 4, 100).run()
+    assert found["tokens_per_s"] == pytest.approx(4 * 10 / found["latency_mean_s"])
+    assert found["latency_mean_s"] >= 0.002
+    counted = {(f"{kind} {100 + number}", temperature) for number, (kind, temperature) in of_sets(loop)}
+    assert counted <= set(asked), "every kind at every temperature, after a first request of each client"
+    assert len(asked) == len(set(asked)) <= 4 + loop.SET + 4
 
     def fail(*_: Any) -> int:
         raise RuntimeError("it is gone")
 
     with pytest.raises(RuntimeError, match="it is gone"):
-        loop.ClosedLoop(SimpleNamespace(ask=fail), prompts, 2, 0, 0.1).run()
+        loop.ClosedLoop(SimpleNamespace(ask=fail), prompts, 2, 0).run()
+
+
+def of_sets(loop: Any) -> list[tuple[int, tuple[str, float]]]:
+    """Number, kind and temperature of the counted requests with four clients."""
+    kinds, temperatures = [kind for kind, _ in loop.CHAT.kinds], loop.CHAT.temperatures
+    numbers = range(4, 4 + loop.SET)
+    return [(number, (kinds[number % 6], temperatures[number // 6 % 3])) for number in numbers]
 
 
 def row(program: str, mode: str, rates: dict[int, float], number: int = 1) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ FORGETFUL_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 def hand_on_arguments(model: Any) -> None:
     """Hook forgetful layers, so that they pass the engine's arguments to their attention."""
     for layer in model.modules():
-        if type(layer).__name__ in FORGETFUL_LAYERS and not layer._forward_pre_hooks:
+        is_hooked = bool(layer._forward_pre_hooks)  # noqa: SLF001 - torch has no public question
+        if type(layer).__name__ in FORGETFUL_LAYERS and not is_hooked:
             layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
             layer.self_attn.register_forward_pre_hook(_add_arguments, with_kwargs=True)
 

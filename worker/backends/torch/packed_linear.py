@@ -94,8 +94,8 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)  # noqa: SLF001 - has no public name
 
 
 def _packed_product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # noqa: SLF001 - likewise
