@@ -25,10 +25,6 @@ class WorkerConfig:
     controller: str = setting(
         "127.0.0.1:7070", "Address of the controller; several with commas, one of which is taken; empty for none."
     )
-    controller_by: str = setting(
-        "context",
-        "Of several controllers: one for all workers of a pair and device (context), or shared out by name (worker).",
-    )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
         AUTO,
@@ -87,8 +83,6 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.controller_by not in ("context", "worker"):
-            raise ValueError(f"--controller-by {self.controller_by!r} is unknown: use context or worker")
         check_settings(self.device, self.dtype, self.backend)
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
         length = (parse_policy(self.policy) or PLAIN).speculation_length

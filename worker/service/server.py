@@ -103,8 +103,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     torch_thread.start()
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     card = control.card
-    mine = controller_of(config.controller, config.controller_by, card.context, card.worker_id)
-    config = dataclasses.replace(config, controller=mine)
+    config = dataclasses.replace(config, controller=controller_of(config.controller, card.context))
     async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
     servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
