@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        asked = Asked(body["messages"], body["max_tokens"], body["temperature"], body["seed"])
+        asked = Asked(body["messages"], body["max_tokens"], body["temperature"], body.get("seed", 0))
         self.server.waiting.put(asked)
         text, num_tokens = asked.done.result()
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}

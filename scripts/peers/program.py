@@ -115,7 +115,7 @@ class Server:
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 self.model = self.client.models.list(timeout=5.0).data[0].id
-                self.ask([{"role": "user", "content": "Hello"}], 8, 0.0, 0)
+                self.ask([{"role": "user", "content": "Hello"}], 8)
                 return
             except openai.APIConnectionError:
                 pass
@@ -138,14 +138,13 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
 
-    def ask(self, messages: list[Any], max_tokens: int, temperature: float, seed: int) -> int:
-        """Number of tokens of the answer."""
+    def ask(self, messages: list[Any], max_tokens: int) -> int:
+        """Number of tokens of the greedy answer."""
         answer = self.client.chat.completions.create(
             model=self.model,
             messages=messages,
             max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+            temperature=0.0,
             extra_body=self._mode.extra or None,
         )
         assert answer.usage is not None

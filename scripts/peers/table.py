@@ -51,8 +51,8 @@ def markdown(rows: Rows, facts: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in facts.items())
     return (
         "# Other programs on the same pair, machine and requests\n\n"
-        "Tokens per second in closed loop, lowest to highest round. Chat requests over HTTP, held out, temperatures 0, 0.7 "
-        "and 1; the model ends its answers.\n\n"
+        "Tokens per second in closed loop, lowest to highest round. Greedy chat requests over HTTP, held out; "
+        "the model ends its answers.\n\n"
         f"{table('tokens per second', rates, loads)}\n{table('throughput', ratios, loads)}\n"
         f"Measured with `scripts/peers/run` on: {about}.\n"
     )
