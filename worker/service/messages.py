@@ -26,7 +26,7 @@ def to_sampling(message: pb.SamplingParams) -> SamplingParams:
     Raises ValueError for lists that are too long, before a million entries are copied.
     """
     check_lengths(message)
-    absent = {name for name in OPTIONAL if not message.HasField(name)}  # type: ignore[arg-type]
+    absent = {name for name in OPTIONAL if not message.HasField(name)}
     values = {name: getattr(message, name) for name in NAMES - absent}
     lists = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
     return SamplingParams(**values | lists | {"logit_bias": dict(message.logit_bias)})

@@ -61,8 +61,9 @@ def attend(
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
     if isinstance(row_attention, PackedAttention):
-        parts = zip(row_attention.parts, *(row_attention.split(one) for one in (query, key, value)), strict=True)
-        return row_attention.join([attend(layer_index, *part, scaling, window, softcap, sinks) for part in parts])
+        queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
+        parts, options = zip(row_attention.parts, queries, keys, values, strict=True), (scaling, window, softcap, sinks)
+        return row_attention.join([attend(layer_index, part, q, k, v, *options) for part, q, k, v in parts])
     row_attention.write(row_attention.pool.layers[layer_index], key, value)
     rows, heads, queries, head_dim = query.shape
     keys, values = row_attention.read(row_attention.pool.layers[layer_index])
