@@ -40,13 +40,10 @@ async def chat_prompt(
             "messages",
             "no_chat_template",
         )
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    if taken := reserved & extra.keys():
-        raise ApiError(400, f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
-    options = {"chat_template": template, "add_generation_prompt": add_prompt} | extra
+    options = {"chat_template": template, "add_generation_prompt": add_prompt}
     conversation = [to_dict(message) for message in messages]
     # In a thread, since a template is a program that runs over the whole conversation.
-    return await engine.admission.templates.do(caller, render, tokenizer, options, conversation)
+    return await engine.admission.templates.do(caller, render, tokenizer, options, extra, conversation)
 
 
 def to_dict(message: Message) -> dict[str, Any]:
@@ -56,12 +53,15 @@ def to_dict(message: Message) -> dict[str, Any]:
     return {**(message.model_extra or {}), "role": message.role, "content": text or message.refusal or ""}
 
 
-def render(tokenizer: Any, options: dict[str, Any], conversation: Conversation) -> str:
-    """Text of the prompt, with the text of every message. options: of apply_chat_template.
+def render(tokenizer: Any, options: dict[str, Any], extra: dict[str, Any], conversation: Conversation) -> str:
+    """Text of the prompt, with the text of every message. options: of apply_chat_template; extra: the caller's.
 
     Raises ApiError where the template refuses or leaves one out.
     """
-    fill = functools.partial(filled, tokenizer, options)
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if taken := reserved & extra.keys():
+        raise ApiError(400, f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
+    fill = functools.partial(filled, tokenizer, options | extra)
     return fill(formed(fill, conversation))
 
 
