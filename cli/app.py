@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
@@ -138,7 +137,7 @@ def settings_of_verb(verb: str) -> set[str]:
 def names_of(command: Any) -> set[str]:
     names = {parameter.name for parameter in command.params if parameter.name}
     for name in getattr(command, "commands", {}):
-        names |= {f"{name}_{setting}" for setting in names_of(command.commands[name])}
+        names |= {f"{name}_{setting}" for setting in names_of(command.get_command(None, name))}
     return names
 
 
@@ -146,11 +145,11 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
     """The values under the names that click knows the command's parameters by; sub-commands are sub-sections."""
     parameters = {p.name: p for p in command.params if p.name}
     names = {name.replace("_", "-"): name for name in parameters}
-    subcommands = command.commands if isinstance(command, TyperGroup) else {}
+    subcommands = getattr(command, "commands", {})
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key in subcommands and isinstance(value, dict):
-            checked[key] = checked_keys(value, subcommands[key], f"{where} {key}")
+            checked[key] = checked_keys(value, command.get_command(None, key), f"{where} {key}")
             continue
         name = names.get(key.replace("_", "-"))
         if name is None:

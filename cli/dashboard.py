@@ -10,6 +10,7 @@ import typer
 
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
+from speclen.transport.address import is_loopback, split_address
 
 if TYPE_CHECKING:
     from datasette.app import Datasette
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 # Under this name every query and chart finds the database, whatever the file is called.
 DATABASE_NAME = "speclen"
 METADATA = Path(__file__).with_name("dashboard.yaml")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
@@ -53,13 +53,13 @@ def dashboard(
 
 def address(listen: str, insecure: bool) -> tuple[str, int]:
     """Host and port. Raises UserError for something else, and for an open address unless told."""
-    host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"--listen {listen!r} is not HOST:PORT with a port from 1 to 65535")
-    if host not in LOOPBACK and not insecure:
+    try:
+        host, port = split_address("--listen", listen)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if not is_loopback(host) and not insecure:
         raise UserError(f"--listen {listen} is open to others and has no passwords: use 127.0.0.1, or give --insecure")
-    return host, int(port)
+    return host, port
 
 
 def create_application(db: Path) -> Datasette:

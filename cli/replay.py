@@ -19,7 +19,7 @@ from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, P
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm
-from speclen.store.queries import contexts, decisions, num_reports
+from speclen.store.queries import contexts, decisions
 from speclen.store.records import ContextRow, DecisionRow
 
 COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
@@ -58,7 +58,6 @@ def replay(
         connection.execute("BEGIN")  # all of one moment, though the controller goes on
         known = contexts(connection)
         history = list(events(connection, newest))
-        num_left_out = max(0, num_reports(connection) - newest)
         stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
@@ -67,11 +66,11 @@ def replay(
     costs = cost_of(history, result, names)
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
-        document |= {"num_left_out": num_left_out, "changes": changes_of(result)}
+        document |= {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
         document["costs"] = [asdict(cost) | {"ratio": cost.ratio} for cost in costs]
         print(json.dumps(document))
     else:
-        show(result, agreement, costs, missing_groups(history), num_left_out)
+        show(result, agreement, costs, missing_groups(history))
 
 
 def check_policies(*names: str) -> None:
@@ -109,21 +108,16 @@ def changes_of(result: Replay) -> dict[str, int]:
     return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
 
 
-def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int, num_left_out: int) -> None:
-    """Agreement in words, costs as a table. num_missing: groups; num_left_out: reports that --newest left out."""
+def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
+    """Agreement in words, costs as a table. num_missing: groups before the first one."""
     console = Console(markup=False, highlight=False)
     console.print(
         f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
         f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."
     )
-    if num_left_out:
+    if num_missing:
         console.print(
-            f"The {num_left_out:,} oldest reports are left out, so the replay starts without what they taught: "
-            "--newest takes more, with 2 kB of memory each."
-        )
-    elif num_missing:
-        console.print(
-            f"The first {num_missing} groups are no longer kept, so the replay starts without what they taught."
+            f"The first {num_missing:,} groups are left out by --newest, or no longer kept: the replay starts without them."
         )
     changes = ", ".join(f"{number} of {factor}" for factor, number in changes_of(result).items()) or "none"
     console.print(f"Changes detected: {changes}.")

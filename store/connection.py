@@ -32,7 +32,7 @@ __all__ = [
 
 # "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
 # column, table or view needs another one.
-APPLICATION_ID = 0x73706C33
+APPLICATION_ID = 0x73706C34
 
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)
@@ -85,7 +85,9 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
     """A read-only connection to a live or closed database. Raises StoreError. advice: for a damaged file."""
     path = Path(path)
     if not path.is_file():
-        raise StoreError(f"There is no database at {path}: start a controller with --db {path}, or name another file.")
+        raise StoreError(
+            f"there is no database at {path}: start one with `speclen up`, or name another file with --db."
+        )
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         if is_new(connection):

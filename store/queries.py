@@ -64,11 +64,6 @@ def stored_reports(connection: Connection) -> Iterator[ReportRow]:
     return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
 
 
-def num_reports(connection: Connection) -> int:
-    """Raw reports that are kept."""
-    return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
-
-
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
     """Every context, in order of context_id."""
     return tuple(_rows(connection, ContextRow, "contexts ORDER BY context_id"))
@@ -135,7 +130,6 @@ def stored_profiles(connection: Connection) -> list[StoredProfile]:
     found = []
     for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
         values = dict(zip(columns, row, strict=True))
-        values["as_prior"] = bool(values["as_prior"])
         for name in ("survival", "num_survival_rows"):
             values[name] = tuple(json.loads(values[name]))
         profile = ProfileRow(**values, cells=tuple(cells[values["profile_id"]]))

@@ -217,7 +217,6 @@ class ProfileRow(NamedTuple):
     profile_id: int
     context_id: int
     source: str
-    as_prior: bool
     survival: tuple[float, ...]
     num_survival_rows: tuple[int, ...]
     after_group_id: int

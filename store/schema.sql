@@ -48,7 +48,6 @@ CREATE TABLE profiles (
   profile_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   source TEXT NOT NULL,
-  as_prior INTEGER NOT NULL CHECK (as_prior IN (0, 1)),  -- 1: measured elsewhere, a starting point only
   survival TEXT NOT NULL CHECK (json_valid(survival)),  -- entry i: P(draft tokens 0..i all accepted)
   num_survival_rows TEXT NOT NULL CHECK (json_valid(num_survival_rows)),  -- evidence for each entry
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it

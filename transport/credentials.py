@@ -118,10 +118,10 @@ class TokenInterceptor(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
-        if len(given) == 1 and self._keyring.caller(given[0]) is not None:
+        metadata = handler_call_details.invocation_metadata
+        if self._keyring.accepts(metadata):
             return handler
-        if len(given) == 1 and self._reading is not None and self._reading.caller(given[0]) is not None:
+        if self._reading is not None and self._reading.accepts(metadata):
             if handler_call_details.method.rpartition("/")[2].startswith(READING):
                 return handler
             return refusing(handler, grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Any
 
 
 class Keyring:
@@ -20,6 +21,11 @@ class Keyring:
             if hmac.compare_digest(given, expected):
                 found = f"token:{expected.hex()[:16]}"
         return found if found is None or len(self._expected) > 1 else ""
+
+    def accepts(self, metadata: Any) -> bool:
+        """True if the metadata of a call holds one `authorization`, and that one of the tokens."""
+        given = [value for key, value in metadata or () if key == "authorization"]
+        return len(given) == 1 and self.caller(given[0]) is not None
 
 
 def as_expected(header: str | bytes) -> bytes:

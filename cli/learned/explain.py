@@ -12,14 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from speclen.cli.learned.history import estimates_of, find_context, last_change
-from speclen.cli.learned.table import Row, ranges_from, short, table_of, titles_of
+from speclen.cli.learned.table import short, titles_of
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
 from speclen.records import ArmEstimate
 from speclen.store.queries import acceptance, contexts, view_rows
-from speclen.store.records import ContextRow
 
 
 def explain(
@@ -41,8 +40,8 @@ def explain(
         estimates = estimates_of(connection, row.context_id)
         survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
         change = last_change(connection, row.context_id, batch)
-        ranges, every_arm = (at_size(view_rows(connection, view), row, batch) for view in ("choices", "learned_table"))
-    equal = {each["arm"] for each in every_arm if each["is_equal"]}
+        arms = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
+    equal = {each["arm"] for each in arms if each["is_equal"] and each["batch_min"] <= batch <= each["batch_max"]}
     try:
         explanation = explain_choice(str(row.key), estimates, batch, survival, change)
     except ValueError as error:
@@ -50,16 +49,7 @@ def explain(
     if as_json:
         print(json.dumps(document_of(explanation, equal)))
     else:
-        show(explanation, equal, ranges)
-
-
-def at_size(rows: list[Row], context: ContextRow, batch_size: int) -> list[Row]:
-    """The rows of a view that are about a batch size of a context."""
-    return [
-        each
-        for each in rows
-        if each["context_id"] == context.context_id and each["batch_min"] <= batch_size <= each["batch_max"]
-    ]
+        show(explanation, equal)
 
 
 def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
@@ -88,11 +78,10 @@ def values_of(row: ArmEstimate) -> dict[str, Any]:
     return row._asdict() | {"arm": str(row.arm), "speculation_length": length, "ngram": ngram}
 
 
-def show(explanation: Explanation, equal: set[str], ranges: list[Row]) -> None:
-    """The line of the learned table, the reasons in words, then the figures of every arm."""
+def show(explanation: Explanation, equal: set[str]) -> None:
+    """The reasons in words, then the figures of every arm."""
     console = Console()
-    title = titles_of([explanation.context], console.width)[explanation.context]
-    console.print(Text(title, style="bold"), table_of(ranges_from(ranges), console.width), sep="\n")
+    console.print(Text(titles_of([explanation.context], console.width)[explanation.context], style="bold"))
     for sentence in in_words(explanation):
         console.print(sentence, markup=False)
     table = Table(box=None, padding=(0, 1, 0, 0))  # seven columns have to fit into 80

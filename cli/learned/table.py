@@ -23,7 +23,6 @@ Row = dict[str, Any]
 NOTHING = (
     "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
 )
-MS_BAND = 1.5  # within a range, as in the view choices
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
 ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build

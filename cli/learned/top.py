@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
-from statistics import fmean
 from typing import Any
 
 import grpc
@@ -17,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.table import MS_BAND, Range, table_of
+from speclen.cli.learned.table import Range, table_of
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from
@@ -121,7 +119,7 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Rendera
         before_at, before = previous[address]
         rates = rate_cells(info, before, asked_at - before_at)
         table.add_row(address, *state_cells(info), *rates, info.table_source)
-        learned.setdefault(tuple(ranges_of(info.table.choices)), []).append(address)
+        learned.setdefault(tuple(map(range_of, info.table.choices)), []).append(address)
     return Group(table, *reasons, *(part for entry in learned.items() for part in table_parts(*entry)))
 
 
@@ -153,29 +151,9 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
     ]
 
 
-def ranges_of(choices: Iterable[control_pb2.BucketChoice]) -> list[Range]:
-    """Neighbouring batch sizes with one arm and about the same ms per token as one range. ms_per_token: their mean."""
-    runs: list[list[control_pb2.BucketChoice]] = []
-    for choice in choices:
-        if runs and goes_on(runs[-1][0], choice):
-            runs[-1].append(choice)
-        else:
-            runs.append([choice])
-    return [range_of(run) for run in runs]
-
-
-def goes_on(first: control_pb2.BucketChoice, other: control_pb2.BucketChoice) -> bool:
-    """True if a choice belongs to the range that begins with the first."""
-    if arm_of(first) != arm_of(other) or first.HasField("ms_per_token") != other.HasField("ms_per_token"):
-        return False
-    return first.ms_per_token / MS_BAND <= other.ms_per_token <= first.ms_per_token * MS_BAND
-
-
-def range_of(run: list[control_pb2.BucketChoice]) -> Range:
-    low, high = run[0].batch_min, run[-1].batch_max
-    known = fmean(each.ms_per_token for each in run) if run[0].HasField("ms_per_token") else None
-    return Range(str(low) if low == high else f"{low}-{high}", str(arm_of(run[0])), ms_per_token=known)
-
-
-def arm_of(choice: control_pb2.BucketChoice) -> Arm:
-    return Arm(choice.speculation_length, choice.ngram)
+def range_of(choice: control_pb2.BucketChoice) -> Range:
+    """The part of a range that a worker knows."""
+    low, high = choice.batch_min, choice.batch_max
+    known = choice.ms_per_token if choice.HasField("ms_per_token") else None
+    arm = Arm(choice.speculation_length, choice.ngram)
+    return Range(str(low) if low == high else f"{low}-{high}", str(arm), ms_per_token=known)

@@ -42,7 +42,6 @@ class ProfileDocument:
             "context": self.context._asdict(),
             "measured_at": self.measured_at,
             "source": profile.source,
-            "as_prior": profile.as_prior,
             "cells": [cell._asdict() for cell in profile.cells],
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
@@ -56,7 +55,6 @@ class ProfileDocument:
             cells=[pb.ProfileCell(**cell._asdict()) for cell in self.profile.cells],
             survival=self.profile.survival,
             num_survival_rows=self.profile.num_survival_rows,
-            as_prior=self.profile.as_prior or context != self.context,
             source=self.profile.source[:256],
         )
 
@@ -77,7 +75,7 @@ def from_store(stored: StoredProfile) -> ProfileDocument:
     cells = tuple(ProfileCell(**cell._asdict()) for cell in row.cells)
     return ProfileDocument(
         context=stored.context.key,
-        profile=Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source),
+        profile=Profile(cells, row.survival, row.num_survival_rows, row.source),
         measured_at=datetime.fromtimestamp(row.imported_at, UTC).isoformat(timespec="seconds"),
     )
 
@@ -106,7 +104,6 @@ def parse_document(content: dict[str, Any]) -> ProfileDocument:
         cells=[pb.ProfileCell(**cell) for cell in content["cells"]],
         survival=content["survival"],
         num_survival_rows=content["num_survival_rows"],
-        as_prior=content.get("as_prior", False),
         source=content.get("source", ""),
     )
     return ProfileDocument(

@@ -19,6 +19,7 @@ from speclen.store.files import is_locked
 from speclen.store.retention import KEEP_REPORTS
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.profiling.file import foreign_parts
 
 TIMEOUT_S = 30.0
 
@@ -103,14 +104,9 @@ def send(request: pb.ImportProfileRequest, address: str, client: Client) -> int:
         raise UserError(client.explain(error, "controller", address)) from error
 
 
-def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prior: bool) -> None:
-    """Raises UserError naming every difference, unless they are accepted."""
-    different = [
-        f"{name} {getattr(theirs, name)!r} instead of {getattr(here, name)!r}"
-        for name in ("target", "draft", "device", "dtype", "engine_fingerprint")
-        if getattr(theirs, name) != getattr(here, name)
-    ]
-    if different and not as_prior:
+def check_same_context(path: Path, here: ContextKey) -> None:
+    """Raises UserError naming every difference."""
+    if different := foreign_parts(path, pb.ContextKey(**here._asdict())):
         raise UserError(
             f"{path} was measured with {'; '.join(different)}: it does not describe this context; "
             "give --as-prior to use it as a starting point"

@@ -62,12 +62,10 @@ def run(
     temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,
-    seed: int = typer.Option(0, min=0, help="Of prompts and order."),
-    data_dir: Path = typer.Option(Path(".speclen"), help="Its folder `profiles` holds what was measured."),
     db: Path = DB,
     controller: str = CONTROLLER,
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
-    out: Path | None = typer.Option(None, help="JSON file of the profile; default: one in the data directory."),
+    out: Path | None = typer.Option(None, help="JSON file to write; default: one in `profiles` beside the database."),
     as_json: bool = JSON,
     **settings: Any,
 ) -> None:
@@ -80,10 +78,10 @@ def run(
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     destination = find_destination(db, controller, client_from(settings)) if store else None
     set_spins()  # before torch is imported, by the next line
-    pair = load(threads, **models_of(settings))
+    pair = load(threads, settings)
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
-    plan = replace(plan, temperature=temperature, seed=seed, backend=settings["backend"])
-    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", out)
+    plan = replace(plan, temperature=temperature, backend=settings["backend"])
+    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, db.parent / "profiles", out)
     if destination is not None:
         hand_over(document, destination)
     present(document, as_json)
@@ -185,29 +183,25 @@ def import_(
     destination = find_destination(db, controller, client_from(settings))
     from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
 
-    here = core_context(load(threads, **models_of(settings)), settings["backend"])
-    check_same_context(profile, document.context, here, as_prior)
+    here = core_context(load(threads, settings), settings["backend"])
+    if not as_prior:
+        check_same_context(profile, here)
     profile_id = destination.take(document.to_request(here))
     if as_json:
-        print(
-            json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": here._asdict()})
-        )
+        cells = len(document.profile.cells)
+        print(json.dumps({"profile_id": profile_id, "num_cells": cells, "context": here._asdict()}))
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
 
 
-def models_of(settings: dict[str, Any]) -> dict[str, str]:
-    """The settings that name and place the models."""
-    return {name: settings[name] for name in MODELS}
-
-
-def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:
-    """The pair, with torch set to the threads that a worker would take. Raises UserError."""
+def load(threads: int, settings: dict[str, Any]) -> ModelPair:
+    """The pair that settings name, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
     try:
+        target, draft, device, dtype = (settings[name] for name in MODELS)
         pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error

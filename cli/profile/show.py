@@ -14,8 +14,7 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     """Time per token with the best marked, the estimator's choice, and survival."""
     out, context = Console(highlight=False, markup=False), document.context
     out.print(f"{context.target} with {context.draft}, {context.dtype} on {context.device}", style="bold")
-    prior = ", measured elsewhere: a starting point only" if document.profile.as_prior else ""
-    out.print(f"{context.engine_fingerprint}; {document.measured_at}; {document.profile.source}{prior}")
+    out.print(f"{context.engine_fingerprint}; {document.measured_at}; {document.profile.source}")
     out.print("\nms per token, by speculation length (down) and batch size (across); * is least")
     out.print(time_table(analysis))
     out.print(survival_line(document))

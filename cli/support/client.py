@@ -7,7 +7,7 @@ import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -124,17 +124,6 @@ def is_listening(address: str, timeout_s: float = 0.5) -> bool:
     return False
 
 
-class CallDetails(NamedTuple):
-    """A call's details, the token among them."""
-
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: bool | None
-    compression: Any
-
-
 class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
     """Gives every call the token."""
 
@@ -142,12 +131,7 @@ class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
         self._metadata = metadata
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
+        metadata = (*(client_call_details.metadata or ()), *self._metadata)
+        return continuation(client_call_details._replace(metadata=metadata), request)  # it is a named tuple
 
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def _with_token(self, details: Any) -> CallDetails:
-        given = [getattr(details, name, None) for name in CallDetails._fields]
-        call = CallDetails(*given)  # type: ignore[arg-type]
-        return call._replace(metadata=(*(details.metadata or ()), *self._metadata))
+    intercept_unary_stream = intercept_unary_unary

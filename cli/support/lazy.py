@@ -14,18 +14,6 @@ from speclen.cli.support.flags import readable
 Verbs = dict[str, tuple[str, str, str]]
 
 
-class LazyCommands(dict[str, Any]):
-    """Commands by name, each made when it is looked up."""
-
-    def __init__(self, verbs: Verbs, prefix: str) -> None:
-        super().__init__(dict.fromkeys(verbs))
-        self.verbs, self.prefix = verbs, prefix
-
-    def __getitem__(self, name: str) -> TyperCommand | TyperGroup:
-        module, attribute, _ = self.verbs[name]
-        return load_verb(f"{self.prefix}{name}", module, attribute)
-
-
 class LazyGroup(TyperGroup):
     """A group of `verbs`; the overview imports none of them. prefix: of their names, for help texts."""
 
@@ -35,7 +23,7 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = LazyCommands(self.verbs, self.prefix)
+        self.commands = dict.fromkeys(self.verbs)  # each is made when it is looked up
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.verbs)
@@ -43,7 +31,12 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.verbs:
             return None
-        return TyperCommand(cmd_name, help=self.verbs[cmd_name][2]) if self.listing else self.commands[cmd_name]
+        module, attribute, line = self.verbs[cmd_name]
+        return (
+            TyperCommand(cmd_name, help=line)
+            if self.listing
+            else load_verb(f"{self.prefix}{cmd_name}", module, attribute)
+        )
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.listing = True

@@ -61,9 +61,9 @@ class Child:
     started_at: float = 0.0
     num_restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
-    restart_at: float | None = field(default=None)
+    restart_at: float | None = None
     log_begin: int = 0
-    log_position: int = 0
+    num_remarked: int = 0  # lines of this life's log
     # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
     run_id: str = ""
     client: Client = field(default_factory=Client)
@@ -72,7 +72,7 @@ class Child:
 
     def start(self) -> None:
         with self.log_file.open("ab") as log:
-            self.log_position = self.log_begin = log.tell()
+            self.log_begin, self.num_remarked = log.tell(), 0
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.cli.app", *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -95,13 +95,17 @@ class Child:
 
     def last_line(self) -> str:
         """The last line that this life has logged, which names the cause when a process has ended by itself."""
+        lines = self._logged().strip().splitlines()
+        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+
+    def _logged(self) -> str:
+        """All that this life has logged; nothing where somebody has cleared up."""
         try:
             with self.log_file.open("rb") as log:
                 log.seek(self.log_begin)
-                lines = log.read().decode("utf-8", errors="replace").strip().splitlines()
-        except FileNotFoundError:  # somebody has cleared up
-            lines = []
-        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+                return log.read().decode("utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def with_variables(self, sentence: str) -> str:
         """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
@@ -112,16 +116,15 @@ class Child:
         )
 
     def new_remarks(self) -> list[str]:
-        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start."""
-        if not self.log_file.exists():
-            return []
-        with self.log_file.open("rb") as log:
-            log.seek(self.log_position)
-            text, newline, _ = log.read().rpartition(b"\n")
-        self.log_position += len(text) + len(newline)
-        lines = text.decode("utf-8", errors="replace").splitlines()
-        known = (" serving on ", f"starting a {self.kind} on ")
-        return [line for line in lines if line[:1].isalpha() and not any(words in line for words in known)]
+        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start.
+
+        Nor its last words: `last_line` has them.
+        """
+        lines = self._logged().splitlines(keepends=True)
+        new = [line.rstrip() for line in lines[self.num_remarked :] if line.endswith("\n")]
+        self.num_remarked += len(new)
+        known = (" serving on ", f"starting a {self.kind} on ", "speclen: ")
+        return [line for line in new if line[:1].isalpha() and not any(words in line for words in known)]
 
     @property
     def kind(self) -> str:
@@ -151,11 +154,7 @@ class Child:
 
     def says_that_it_serves(self) -> bool:
         """True if this process has said so in its log."""
-        if self.process is None or not self.log_file.exists():
-            return False
-        with self.log_file.open("rb") as log:
-            log.seek(self.log_begin)
-            return f" serving on {self.address}".encode() in log.read()
+        return self.process is not None and f" serving on {self.address}" in self._logged()
 
     def wait_until_serving(self, timeout_s: float = math.inf, say: Callable[[str], None] = lambda remark: None) -> None:
         """Pass on its remarks until it serves: loading or downloading a large model takes as long as it takes.
@@ -166,7 +165,7 @@ class Child:
         doing = "starting"
         while time.monotonic() - begin < timeout_s:
             if self.exit_code is not None:
-                raise UserError(f"the {self.name} did not start: {self.last_words()}")
+                raise UserError(f"{self.name} did not start: {self.last_words()}")
             for doing in self.new_remarks():
                 say(f"{self.name}: {doing}")
             if self.is_serving():
@@ -175,7 +174,7 @@ class Child:
                 told_at = time.monotonic()
                 say(f"{self.name}: {doing} ({told_at - begin:.0f} s so far)")
             time.sleep(0.1)
-        raise UserError(f"the {self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
+        raise UserError(f"{self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that did not help in time."""
@@ -205,17 +204,17 @@ class Child:
             if now - self.started_at > STABLE_S:
                 self.pause_s = FIRST_PAUSE_S
             self.restart_at = now + self.pause_s
-            return f"the {self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
+            return f"{self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
         if now >= self.restart_at:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
             try:
                 self.start()
             except OSError as error:  # the others go on
                 self.restart_at = now + self.pause_s
-                return f"the {self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
+                return f"{self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
             self.restart_at = None
             self.num_restarts += 1
-            return f"the {self.name} was started again"
+            return f"{self.name} was started again"
         return None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -53,18 +52,6 @@ BLOCKS = (Block("learned", 5.0, 3.0), Block("plain", 2.0, 6.0), Block("learned",
 MODES = {"learned": pb.Speculation.MODE_AUTO, "plain": pb.Speculation.MODE_OFF}
 SHOW_EVERY_S = 0.5
 Stubs = list[rpc.GenerationServiceStub]
-
-
-@dataclass(slots=True)
-class Tally:
-    """Tokens that arrived while a block was measured."""
-
-    num_tokens: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, tokens: int) -> None:
-        with self.lock:
-            self.num_tokens += tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +106,23 @@ def run_block(stubs: Stubs, concurrency: int, block: Block, show: Callable[[str]
     """Send requests in closed loop and return the tokens that were counted. show takes the mode and the rate so far."""
     begin = time.monotonic() + block.skipped_s
     end = begin + block.counted_s
-    tally = Tally()
+    counted: list[int] = []  # tokens of each response; appending needs no lock
     with ThreadPoolExecutor(concurrency) as pool:
         clients = [
-            pool.submit(keep_sending, stubs[index % len(stubs)], index, concurrency, block.mode, (begin, end), tally)
+            pool.submit(keep_sending, stubs[index % len(stubs)], index, concurrency, block.mode, (begin, end), counted)
             for index in range(concurrency)
         ]
         while (now := time.monotonic()) < end:
-            counted = f", {tally.num_tokens / (now - begin):.0f} tokens/s" if now > begin + SHOW_EVERY_S else ""
-            show(f", {block.mode}{counted}")
+            so_far = f", {sum(counted) / (now - begin):.0f} tokens/s" if now > begin + SHOW_EVERY_S else ""
+            show(f", {block.mode}{so_far}")
             time.sleep(min(SHOW_EVERY_S, end - now))
         for client in clients:
             client.result()
-    return tally.num_tokens
+    return sum(counted)
 
 
 def keep_sending(
-    stub: rpc.GenerationServiceStub, first: int, stride: int, mode: str, span: tuple[float, float], tally: Tally
+    stub: rpc.GenerationServiceStub, first: int, stride: int, mode: str, span: tuple[float, float], counted: list[int]
 ) -> None:
     """Send every stride-th prompt in turn until the span ends. Tokens that arrive within the span are counted."""
     begin, end = span
@@ -153,12 +140,13 @@ def keep_sending(
                 call.cancel()
                 return
             if now >= begin:
-                tally.add(len(response.chunk.token_ids))
+                counted.append(len(response.chunk.token_ids))
 
 
 def print_tables(loads: list[Load], database: Path) -> None:
     console = Console(highlight=False)
     console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
+    console.print(Text("Learned of decoding steps alone, without prefill", style="bold"))
     console.print(*learned_parts(database, context=""), sep="\n")
 
 

@@ -22,11 +22,13 @@ from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.cli.support.progress import LiveLine
 from speclen.cli.support.whose import identity
+from speclen.cli.up.demo import run_demo
+from speclen.cli.up.on_ray import up_on_ray
 from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
-from speclen.worker.models.naming import check_names, draft_of
+from speclen.worker.models.naming import check_names
 
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
@@ -55,9 +57,10 @@ def up(
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     demo: bool = typer.Option(
         False,
+        "--demo",
         help=f"Send requests at changing concurrency first, and show what was learned; with {DEMO_TARGET} by default.",
     ),
-    once: bool = typer.Option(False, help="With --demo: stop after it."),
+    once: bool = typer.Option(False, "--once", help="With --demo: stop after it."),
     ray: str = typer.Option(
         "",
         metavar="[ADDRESS]",
@@ -78,19 +81,13 @@ def up(
         refuse_with_ray(context)
         fleet |= {"workers": workers, "data_dir": data_dir}
         options["token_file"] = settings["token_file"]
-        run_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
+        up_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
         return
     refuse_without_ray(fleet)
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     run = Run(data_dir, places, secrets.token_hex(8), client)
     run_here(run, arguments(options), demo, once)
-
-
-def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
-    from speclen.cli.up.on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
-
-    up_on_ray(address, fleet, worker, listen, http_listen)
 
 
 def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
@@ -102,7 +99,9 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
             start_all(children, run.data_dir, line.show if demo else say)
         database = database_of(run.places.controller, run.client)
         if demo:
-            show_demo(run, database)
+            if database is None:
+                raise UserError("--demo needs a database, and the controller has none: drop its setting in-memory")
+            run_demo(run.places.workers, database, run.client)
         if once:
             print_what_is_left(database)
         else:
@@ -115,15 +114,6 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
         raise UserError(f"--data-dir {run.data_dir} cannot be used: {error.strerror or error}") from error
     finally:
         stop_all(children, timeout_s=40.0)
-
-
-def show_demo(run: Run, database: Path | None) -> None:
-    """Raises UserError for a controller without a database."""
-    if database is None:
-        raise UserError("--demo needs a database, and the controller has none: drop its setting in-memory")
-    from speclen.cli.up.demo import run_demo
-
-    run_demo(run.places.workers, database, run.client)
 
 
 def refuse_with_ray(context: typer.Context) -> None:
@@ -190,8 +180,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
     except ValueError as error:
         raise UserError(str(error)) from error
-    if draft_of(options["target"], options["draft"]) in ("", "none"):
-        say(f"{options['target']} serves without a draft model: only n-grams are proposed (--draft names one)")
     return options
 
 

@@ -89,7 +89,7 @@ def groups_of(rows: Iterable[ReportRow]) -> Iterator[StoredGroup]:
 
 def profile_of(row: ProfileRow) -> Profile:
     cells = tuple(ProfileCell(*cell) for cell in row.cells)
-    return Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source)
+    return Profile(cells, row.survival, row.num_survival_rows, row.source)
 
 
 def _text(value: object) -> str:

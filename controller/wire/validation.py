@@ -100,7 +100,6 @@ def read_profile(message: pb.ImportProfileRequest) -> Profile:
         cells=cells,
         survival=tuple(message.survival),
         num_survival_rows=tuple(message.num_survival_rows),
-        as_prior=message.as_prior,
         source=check_text("source", message.source, 0, 256),
     )
 

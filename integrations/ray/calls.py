@@ -76,15 +76,11 @@ def check_token(keyring: Keyring | None, outer: Any, insecure: bool) -> None:
 
     Without tokens nobody may call, unless insecure: Ray's gRPC proxy always listens to other machines.
     """
-    if keyring is None and insecure:
+    if insecure if keyring is None else keyring.accepts(outer.invocation_metadata()):
         return
+    words = "send the metadata `authorization: Bearer TOKEN`"
     if keyring is None:
         words = "this fleet takes calls over gRPC only with a token: give it token_file, or insecure"
-    else:
-        given = [value for key, value in outer.invocation_metadata() or () if key == "authorization"]
-        if len(given) == 1 and keyring.caller(given[0]) is not None:
-            return
-        words = "send the metadata `authorization: Bearer TOKEN`"
     outer.set_code(grpc.StatusCode.UNAUTHENTICATED)
     outer.set_details(words)
     raise CallEndedError(f"UNAUTHENTICATED: {words}")

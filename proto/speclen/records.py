@@ -292,11 +292,9 @@ class Profile(NamedTuple):
     """An offline profile: step times of one context and survival of its pair.
 
     survival[i]: probability that draft tokens 0..i are all accepted, non-increasing. num_survival_rows: evidence for each.
-    as_prior: measured elsewhere, a starting point only.
     """
 
     cells: tuple[ProfileCell, ...]
     survival: tuple[float, ...] = ()
     num_survival_rows: tuple[int, ...] = ()
-    as_prior: bool = False
     source: str = ""

@@ -11,25 +11,8 @@ from google.protobuf.message import DecodeError, Message
 
 from tests.support.damage import damaged
 
-FLOATS = (
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    math.nan,
-    math.inf,
-    -math.inf,
-    5e-324,
-    1e-39,
-    1e-9,
-    1e-6,
-    0.5,
-    2.0,
-    3600.0,
-    1e9,
-    1e38,
-    1e300,
-)
+FLOATS = (0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-39, 1e-9, 1e-6, 0.5, 2.0, 3600.0)
+FLOATS += (1e9, 1e38, 1e300)
 INTEGERS = (0, 1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 1023, 1024, 4095, 4096, 4097, 2**16, 2**24)
 EDGES = (2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 TEXTS = ("", "a", "\0", " ", "ü" * 64, "x" * 128, "x" * 129, "\ud7ff\uffff", "<|endoftext|>", "a\u202eb", "𝄞" * 9)

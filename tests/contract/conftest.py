@@ -12,7 +12,8 @@ import pytest
 
 from tests.contract import servers
 from tests.contract.servers import Server
-from tests.contract.simulated import SimulatedWorker, World
+from tests.contract.simulated import SimulatedWorker
+from tests.support.world import World
 
 
 @dataclass

@@ -210,7 +210,6 @@ class Completion:
     text: str
     num_draft_tokens: int
     num_accepted_tokens: int
-    was_aborted: bool
 
 
 def generate(
@@ -218,13 +217,11 @@ def generate(
     prompt: str | Sequence[int],
     max_tokens: int,
     speculation: int | None = None,
-    request_id: str = "",
 ) -> Completion:
     """Generate, greedy. speculation: None for the worker's table, 0 for plain decoding, else a fixed draft length."""
     modes = {None: gen.Speculation.MODE_AUTO, 0: gen.Speculation.MODE_OFF}
     mode = modes.get(speculation, gen.Speculation.MODE_FIXED)
     request = gen.GenerateRequest(
-        request_id=request_id,
         sampling_params=gen.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         speculation=gen.Speculation(
             mode=mode, length=(speculation or None) if mode == gen.Speculation.MODE_FIXED else 0
@@ -237,15 +234,7 @@ def generate(
     *_, last = gen_rpc.GenerationServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
     done = last.complete
     counts = done.speculation
-    was_aborted = done.finish_reason == gen.FINISH_REASON_ABORT
-    return Completion(
-        list(done.output_ids), done.text, counts.num_draft_tokens, counts.num_accepted_tokens, was_aborted
-    )
-
-
-def abort(channel: grpc.Channel, request_id: str) -> int:
-    """Abort; returns how many requests were running or waiting."""
-    return gen_rpc.GenerationServiceStub(channel).Abort(gen.AbortRequest(request_ids=[request_id])).num_aborted
+    return Completion(list(done.output_ids), done.text, counts.num_draft_tokens, counts.num_accepted_tokens)
 
 
 def model_name(channel: grpc.Channel) -> str:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.addresses import free_address
+from tests.support.waiting import until
+
 # Directory of `bundled:target`.
 BUNDLED_TARGET = str(resources.files("speclen.worker") / "bundled" / "target")
 SPECLEN = (sys.executable, "-m", "speclen.cli.app")
-Value = TypeVar("Value")
 
 
 def speclen(*arguments: str, exit_code: int = 0) -> str:
@@ -35,22 +34,6 @@ def speclen(*arguments: str, exit_code: int = 0) -> str:
 def as_json(*arguments: str, exit_code: int = 0) -> Any:
     """Output of a verb, read as JSON."""
     return json.loads(speclen(*arguments, exit_code=exit_code))
-
-
-def free_address() -> str:
-    """A loopback address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
-    """The first true value of a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)
-    return value
 
 
 def answers_serving(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""A made-up machine and text, and a worker on them that follows its table and probes over gRPC.
+"""A worker on a made-up machine and text that follows its table and probes over gRPC.
 
 Workers stay within draft lengths: an arm with n-grams is outside their limits.
 """
@@ -10,49 +10,15 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from tests.contract.protocol import MAX_LENGTH, Control, Probe, ReportStream, Step
+from tests.contract.protocol import Control, Probe, ReportStream, Step
+from tests.support.world import World
 
 GROUP = 8
 
 
-@dataclass(frozen=True)
-class World:
-    """True means. acceptance: of each draft token after accepted ones; draft_s: seconds of a draft pass."""
-
-    acceptance: float = 0.75
-    draft_s: float = 0.0015
-    noise: float = 0.03
-
-    def step_s(self, batch_size: int, length: int) -> float:
-        """Mean step time: overhead, draft passes, and a verifying pass that grows beyond 60 tokens."""
-        return 0.002 + self.draft_s * length + 0.020 * max(1.0, batch_size * (length + 1) / 60.0)
-
-    def survival(self) -> list[float]:
-        """Probability that the first 1, 2, ... draft tokens are all accepted."""
-        return [self.acceptance**at for at in range(1, MAX_LENGTH + 1)]
-
-    def tokens(self, length: int) -> float:
-        """Mean tokens per sequence and step."""
-        return 1.0 + sum(self.survival()[:length])
-
-    def goodput(self, batch_size: int, length: int) -> float:
-        """Mean tokens per sequence and second."""
-        return self.tokens(length) / self.step_s(batch_size, length)
-
-    def best(self, batch_size: int) -> int:
-        """The oracle's length."""
-        return max(range(MAX_LENGTH + 1), key=lambda length: self.goodput(batch_size, length))
-
-    def shortfall(self, batch_size: int, length: int) -> float:
-        """Share of the oracle's goodput that a length loses."""
-        return 1.0 - self.goodput(batch_size, length) / self.goodput(batch_size, self.best(batch_size))
-
-    def step(self, batch_size: int, length: int, dice: np.random.Generator, probe_id: int = 0) -> Step:
-        """One step with noise."""
-        runs = np.minimum(dice.geometric(1.0 - self.acceptance, size=batch_size) - 1, length)
-        histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
-        latency_s = self.step_s(batch_size, length) * float(np.exp(self.noise * dice.standard_normal()))
-        return Step(batch_size, length, latency_s, histogram, probe_id)
+def step(world: World, batch_size: int, length: int, dice: np.random.Generator, probe_id: int = 0) -> Step:
+    """One step with noise."""
+    return Step(batch_size, length, *world.draw(batch_size, length, dice), probe_id)
 
 
 @dataclass(frozen=True)
@@ -99,11 +65,11 @@ class SimulatedWorker:
         choice = self.choices[batch_size]
         probe = self._probe
         if probe is None or not probe.batch_min <= batch_size <= probe.batch_max:
-            return Played(self.world.step(batch_size, choice, self.dice), choice)
+            return Played(step(self.world, batch_size, choice, self.dice), choice)
         self._steps_left -= 1
         if not self._steps_left:
             self._probe = None
-        return Played(self.world.step(batch_size, probe.length, self.dice, probe.probe_id), choice)
+        return Played(step(self.world, batch_size, probe.length, self.dice, probe.probe_id), choice)
 
     def _reported(self, step: Step) -> Step:
         if not self.faulty:

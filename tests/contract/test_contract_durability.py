@@ -15,7 +15,8 @@ import numpy as np
 
 from tests.contract import protocol, servers
 from tests.contract.protocol import Control, ReportStream, Step
-from tests.contract.simulated import World
+from tests.contract.simulated import step
+from tests.support.world import World
 
 NUM_KILLS = 10
 MAX_BEHIND = 2000
@@ -25,7 +26,7 @@ MAX_BEHIND = 2000
 def step_of(worker_id: str, seq: int) -> Step:
     """The step of a seq: always the same one, so that a repetition is a true one."""
     dice = np.random.default_rng([seq, *worker_id.encode()])
-    return World().step(int(dice.integers(1, 33)), int(dice.integers(0, 5)), dice)
+    return step(World(), int(dice.integers(1, 33)), int(dice.integers(0, 5)), dice)
 
 
 class Reporter:

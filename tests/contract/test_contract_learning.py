@@ -10,18 +10,12 @@ import pytest
 from tests.contract import protocol
 from tests.contract.protocol import Control
 from tests.contract.servers import as_json
-from tests.contract.simulated import Played, SimulatedWorker, World
+from tests.contract.simulated import Played, SimulatedWorker
+from tests.support.world import World
 
 FIRST_S, ALL_S = 60.0, 200.0
 # Drafts pay at most batch sizes, or nowhere: exploring costs most where the choice is not to draft.
 WORLDS = {"easy text": World(), "hard text, slow draft": World(acceptance=0.3, draft_s=0.008)}
-
-
-def lost_s(world: World, played: Played) -> float:
-    """Expected seconds by which a step took longer than its tokens take with the table's choice; gains are none."""
-    batch_size, length = played.step.batch_size, played.step.length
-    usual_s = world.tokens(length) / world.goodput(batch_size, played.choice)
-    return max(0.0, world.step_s(batch_size, length) - usual_s)
 
 
 def after(history: Sequence[Played], seconds: float) -> list[Played]:
@@ -50,9 +44,9 @@ def test_exploration_costs_about_a_percent_of_the_time_after_the_first_minute(fo
     worker.stream.close()
     later = after(worker.history, FIRST_S)
     assert sum(played.is_probe for played in worker.history) > 0
-    assert sum(lost_s(world, each) for each in later if each.is_probe) < 0.015 * sum(
-        each.step.latency_s for each in later
-    )
+    assert sum(
+        world.lost_s(each.step.batch_size, each.step.length, each.choice) for each in later if each.is_probe
+    ) < 0.015 * sum(each.step.latency_s for each in later)
     assert mean_shortfall(world, later) < 0.02
 
 

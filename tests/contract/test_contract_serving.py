@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract import protocol, servers
 from tests.contract.protocol import Completion, generate, server_info
-from tests.contract.servers import BUNDLED_TARGET, as_json, until
+from tests.contract.servers import BUNDLED_TARGET, as_json
+from tests.support.waiting import until
 
 PROMPTS = (
     "def add(a, b):\n    return",
@@ -72,16 +73,6 @@ def test_reports_of_real_decoding_become_the_learned_table(fleet):
 def test_the_verb_generate_prints_what_the_call_gives(proposing):
     printed = as_json("generate", PROMPTS[0], "--worker", proposing.address, "--max-tokens", "8", "--json")
     assert generate(proposing.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
-
-
-def test_abort_ends_a_request_at_once(proposing):
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(generate, proposing.channel, PROMPTS[1], 900, None, "long")
-        until(lambda: server_info(proposing.channel).num_running)
-        assert protocol.abort(proposing.channel, "long") == 1
-        assert protocol.abort(proposing.channel, "never heard of") == 0
-        assert long.result().was_aborted
-    until(lambda: not server_info(proposing.channel).num_running)
 
 
 def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):

@@ -124,13 +124,3 @@ def test_an_implausible_report_is_refused(controller, step):
         control.report_step(1, step)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert all(not cell.num_steps for cell in control.learned())
-
-
-def test_an_older_epoch_is_refused(controller):
-    older, newer = (Control(controller.channel, "epochs", "restarted", epoch) for epoch in (1, 2))
-    older.register()
-    newer.register()
-    for call in (older.register, lambda: older.report_step(1, Step(4, 2, 0.02, (1, 2, 1)))):
-        with pytest.raises(grpc.RpcError) as refusal:
-            call()
-        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from speclen.store.database import Store
@@ -30,4 +32,21 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
     assert store_now(store, commit) is None
     assert store_now(store, Commit(reports=[report(1), report(2), report(3)])) is None
     store.close()
+    return path
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from speclen.store.database import Store
+from tests.support.store_rows import moment, store_now
+assert store_now(Store.open(sys.argv[1]), moment([1, 2])) is None
+os._exit(0)
+"""
+
+
+def write_killed_database(path: Path) -> Path:
+    """A database as a controller leaves it that was killed: two reports stand in the WAL alone."""
+    subprocess.run([sys.executable, "-c", KILLED, path, Path(__file__).parents[2]], check=True)
+    assert path.with_name(path.name + "-wal").stat().st_size > 0
     return path

@@ -85,18 +85,6 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> No
     assert 0 < len(recorded) < len(chooser.records)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}])
-def test_recorded_and_plain_steps_give_the_same_tokens(sampling: dict[str, float]) -> None:
-    outputs = []
-    for recorder in (None, RerunRecorder()):
-        engine = engines.make_engine(chooser=RandomLengths(4, longest=5), recorder=recorder)
-        prompts = [list(range(1, 3 + 7 * n)) for n in range(7)]
-        requests = [engines.request(str(n), prompt, max_tokens=20, **sampling) for n, prompt in enumerate(prompts)]
-        collected = engines.generate(engine, *requests)
-        outputs.append([collected.ids(one.request_id) for one in requests])
-    assert outputs[0] == outputs[1]
-
-
 def test_passes_are_recorded_before_anybody_is_served() -> None:
     """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
     recorder = CountingRecorder()

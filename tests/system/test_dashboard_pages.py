@@ -120,7 +120,7 @@ def test_addresses(listen, insecure, expected):
 
 
 def test_a_missing_database_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="There is no database"):
+    with pytest.raises(UserError, match="there is no database"):
         create_application(tmp_path / "none.db")
 
 

@@ -21,7 +21,7 @@ from speclen.cli.doctor import examine
 from speclen.cli.support.errors import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
-from tests.support.database_rows import write_database
+from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now, worker
 
 
@@ -72,26 +72,13 @@ def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path
         Store.open(path)
 
 
-def killed_while_writing(path: Path) -> None:
-    """Leave a database as a controller does that was killed: two reports stand in the WAL alone."""
-    lines = [
-        "import os, sys",
-        "sys.path.insert(0, sys.argv[2])",
-        "from tests.support.store_rows import moment, store_now",
-    ]
-    lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
-    lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parents[2]], check=True)
-
-
 def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
     """The last connection that may write moves a WAL into the file and deletes it: a look must not."""
     path, link = tmp_path / "s.db", tmp_path / "links" / "other.db"
-    killed_while_writing(path)
+    write_killed_database(path)
     link.parent.mkdir()
     link.symlink_to(path)
     before = path.read_bytes(), path.with_name("s.db-wal").read_bytes()
-    assert before[1]
     for name in (path, link):
         assert statuses(name)["integrity"] == "ok"
         assert (path.read_bytes(), path.with_name("s.db-wal").read_bytes()) == before

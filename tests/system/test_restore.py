@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from speclen.cli.backup import backup, restore
 from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
-from tests.support.database_rows import write_database
+from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import rows, spoil_a_value
 
 
@@ -35,23 +32,9 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
     store.close()
 
 
-def killed(db: Path) -> Path:
-    """As the files of a controller lie that was killed: all that was committed stands in the WAL alone."""
-    lines = [
-        "import os, sys, pathlib",
-        "sys.path.insert(0, sys.argv[2])",
-        "from tests.support.store_rows import moment, store_now",
-    ]
-    lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
-    lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parents[2]], check=True)
-    assert db.with_name(db.name + "-wal").stat().st_size > 0
-    return db
-
-
 @pytest.mark.parametrize("onto", ["another", "itself"])
 def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
-    db = killed(tmp_path / "killed.db")
+    db = write_killed_database(tmp_path / "killed.db")
     target = db if onto == "itself" else tmp_path / "new.db"
     bring_back(db, target, overwrite=onto == "itself")
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
@@ -60,7 +43,7 @@ def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
 
 
 def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tmp_path, monkeypatch):
-    db, copy = killed(tmp_path / "killed.db"), tmp_path / "copy.db"
+    db, copy = write_killed_database(tmp_path / "killed.db"), tmp_path / "copy.db"
     back_up(write_database(tmp_path / "s.db"), copy)
 
     def full(*_):

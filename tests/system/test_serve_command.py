@@ -107,15 +107,3 @@ def test_bad_input_is_one_sentence(arguments, words):
     assert isinstance(found, UserError)  # which the root command prints, and exits with code 2
     assert words in str(found)
     assert "\n" not in str(found)
-
-
-def test_the_overview_of_benchmarks_needs_no_model_library():
-    code = (
-        "import sys, typer; from speclen.cli.bench import app; group = typer.main.get_command(app)\n"
-        "try: group(['--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert all(verb in done.stdout for verb in ("serve", "step", "policy", "controller"))

@@ -63,14 +63,26 @@ def exits(child: Child, timeout_s: float) -> tuple[int, float]:
     return child.process.wait(timeout_s), time.monotonic() - started
 
 
-def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any) -> None:
-    worker = start("engine", "--controller", "")
-    with grpc.insecure_channel(worker.address) as channel:
-        with pytest.raises(grpc.RpcError) as raised:
-            list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
-        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert "the engine has failed: MemoryError: no room" in raised.value.details()
-    code, seconds = exits(worker, 20)
+@pytest.mark.parametrize("edge", ["grpc", "http"])
+def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any, edge: str) -> None:
+    http = free_address()
+    worker = start("engine", "--controller", "", "--http-listen", http)
+    place = ("127.0.0.1", int(http.rpartition(":")[2]))
+    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle, socket.create_connection(place) as slow:
+        assert idle.get("/health").status_code == 200
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        if edge == "grpc":
+            with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as raised:
+                list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+            words = raised.value.details()
+        else:
+            answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (503, "engine_failed")
+            words = error["message"]
+        code, seconds = exits(worker, 20)
+    assert "the engine has failed: MemoryError: no room" in words
     assert (code, seconds < 10) == (1, True)
     lines = worker.log_file.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
@@ -90,21 +102,6 @@ def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start:
         list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", sampling_params=sampling)))
     assert number("speclen_decode_steps_total") > 10
     until(lambda: number("speclen_reports_buffered") <= 3)
-
-
-def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
-    http = free_address()
-    worker = start("engine", "--controller", "", "--http-listen", http)
-    place = ("127.0.0.1", int(http.rpartition(":")[2]))
-    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle, socket.create_connection(place) as slow:
-        assert idle.get("/health").status_code == 200
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
-        code, seconds = exits(worker, 20)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
-    assert "the engine has failed: MemoryError: no room" in answer.json()["error"]["message"]
-    assert (code, seconds < 10) == (1, True)
-    assert "Traceback" not in worker.log_file.read_text()
 
 
 def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:

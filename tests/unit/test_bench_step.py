@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
 import speclen.bench.engine.step
 from speclen.bench.engine.run import generate
@@ -17,7 +13,7 @@ from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
-from tests.support import engines, tiny_models
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -51,40 +47,6 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert ratio([200, 100], [100, 50]) == spread([2.0, 2.0])
     figures = spread([3.0, 1.0, 2.0])
     assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
-
-
-def test_the_command_prints_every_batch_size_and_length(folders: tuple[str, str], tmp_path: Path) -> None:
-    app = speclen.bench.engine.step.typer.Typer()
-    app.command()(speclen.bench.engine.step.step)
-    out = tmp_path / "result.json"
-    arguments = ["--target", folders[0], "--draft", folders[1], "--dtype", "float32", "--device", "cpu"]
-    arguments += ["--batch-sizes", "2,1", "--lengths", "2", "--prompt-tokens", "8", "--new-tokens", "12"]
-    arguments += ["--backend", "torch", "--repeats", "2", "--json", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    content = json.loads(result.stdout)
-    assert content == json.loads(out.read_text())
-    cells = content["cells"]
-    assert [(c["batch_size"], c["speculation_length"]) for c in cells] == [(1, 0), (1, 2), (2, 0), (2, 2)]
-    for cell in cells:
-        assert 1 <= cell["tokens_per_step"] <= cell["speculation_length"] + 1
-        assert cell["tokens_per_s"]["repeats"] == 2
-        full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
-        assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
-    assert cells[0]["over_length_0"]["median"] == 1.0
-    shown = CliRunner().invoke(app, arguments[:-3], catch_exceptions=False)
-    assert "per step" in shown.stdout
-
-
-@pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
-def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "threads": 1}
-    arguments |= {"batch_sizes": "2", "lengths": "2", "prompt_tokens": 8, "new_tokens": 12, "repeats": 1, "seed": 0}
-    arguments |= {"as_json": True, "out": None, "backend": "torch,openvino"}
-    speclen.bench.engine.step.step(**arguments)
-    content = json.loads(capsys.readouterr().out)
-    cells = [(cell["kind"], cell["speculation_length"]) for cell in content["cells"]]
-    assert cells == [("torch", 0), ("openvino", 0), ("torch", 2), ("openvino", 2)]
-    assert content["backends"]["openvino"].startswith("openvino 2026.")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_commands_and_flags_exist(document, line):
     context = typer.Context(typer.main.get_command(app))
     for word in words[1:]:
         if hasattr(command, "commands") and word in command.commands:
-            command = command.commands[word]
+            command = command.get_command(None, word)
     flags = {flag for parameter in command.get_params(context) for flag in [*parameter.opts, *parameter.secondary_opts]}
     for word in words:
         if word.startswith("--"):

@@ -9,6 +9,7 @@ import pytest
 
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm, ContextKey, Decision, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
+from tests.support.world import World
 
 KEY = ContextKey("target", "draft", "cpu:test", "float32")
 LIMITS = Limits(32, 8)
@@ -16,49 +17,37 @@ GROUP = 8
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def step_time(batch_size: int, length: int, draft_s: float = 0.0015) -> float:
-    """Overhead, draft passes, and a verifying pass that grows beyond 60 tokens."""
-    return 0.002 + draft_s * length + 0.020 * max(1.0, batch_size * (length + 1) / 60.0)
-
-
 class Worker:
     """A simulated worker that follows its table and its probes. distort: what it makes of its reports."""
 
     def __init__(self, estimator: Estimator, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
-        self.estimator, self.name, self.acceptance = estimator, name, acceptance
+        self.estimator, self.name, self.world = estimator, name, World(acceptance)
         self.rng, self.seq = np.random.default_rng(seed), 0
         self.distort: Callable[[StepRecord], StepRecord] = lambda step: step
         self.slowdown, self.total_s, self.lost_s = 1.0, 0.0, 0.0
         self.probe: Probe | None = None
 
-    def tokens(self, length: int) -> float:
-        """Mean tokens per sequence and step."""
-        return sum(self.acceptance**at for at in range(length + 1))
-
-    def goodput(self, batch_size: int, length: int) -> float:
-        """Mean tokens per sequence and second."""
-        return self.tokens(length) / step_time(batch_size, length)
+    def chosen(self, batch_size: int) -> int:
+        return self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
 
     def shortfall(self, batch_size: int) -> float:
         """Share of the oracle's goodput that the table loses."""
-        chosen = self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
-        return 1.0 - self.goodput(batch_size, chosen) / max(self.goodput(batch_size, at) for at in range(9))
+        return self.world.shortfall(batch_size, self.chosen(batch_size))
 
     def step(self, batch_size: int, length: int, probe_id: int = 0) -> StepRecord:
         """One step with noise."""
         self.seq += 1
-        runs = np.minimum(self.rng.geometric(1.0 - self.acceptance, size=batch_size) - 1, length)
-        histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
-        latency_s = self.slowdown * step_time(batch_size, length) * float(np.exp(0.03 * self.rng.standard_normal()))
+        latency_s, histogram = self.world.draw(batch_size, length, self.rng)
         drafted = batch_size if length else 0
         counts = (frozenset(), probe_id, (), drafted, batch_size * (length + 1))
+        latency_s *= self.slowdown
         return self.distort(StepRecord(self.seq, batch_size, Arm(length), latency_s, histogram, 100.0, 0, *counts))
 
     def serve(self, batch_size: int, num_steps: int) -> list[object]:
         """Decode and report in groups; returns decisions and probes."""
         happened: list[object] = []
         for _ in range(num_steps // GROUP):
-            chosen = self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
+            chosen = self.chosen(batch_size)
             probe, self.probe = self.probe, None
             lengths = [chosen] * GROUP
             if probe is not None and probe.batch_min <= batch_size <= probe.batch_max:
@@ -66,8 +55,7 @@ class Worker:
             ids = [probe.probe_id if probe and length != chosen else 0 for length in lengths]
             steps = [self.step(batch_size, *each) for each in zip(lengths, ids, strict=True)]
             for each in steps:
-                usual_s = self.tokens(each.arm.speculation_length) / self.goodput(batch_size, chosen)
-                self.lost_s += max(0.0, step_time(batch_size, each.arm.speculation_length) - usual_s)
+                self.lost_s += self.world.lost_s(batch_size, each.arm.speculation_length, chosen)
                 self.total_s += each.latency_s
             happened += self.estimator.observe(KEY, steps, self.name).decisions
             self.probe = self.estimator.take_probe(KEY, self.name, batch_size)
@@ -84,10 +72,9 @@ def made(policy: str = "adaptive", limits: Limits = LIMITS) -> Estimator:
 
 def profile(draft_s: float = 0.0015, acceptance: float = 0.75) -> Profile:
     """An offline profile, right by default."""
-    cells = tuple(
-        ProfileCell(size, at, step_time(size, at, draft_s), num_steps=20) for size in SIZES for at in range(9)
-    )
-    return Profile(cells, tuple(acceptance**at for at in range(1, 9)), (4000,) * 8, source="test")
+    world = World(acceptance, draft_s)
+    cells = tuple(ProfileCell(size, at, world.step_s(size, at), num_steps=20) for size in SIZES for at in range(9))
+    return Profile(cells, tuple(world.survival()), (4000,) * 8, source="test")
 
 
 def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_between() -> None:

@@ -9,21 +9,8 @@ from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
 
 
-def story(test):
-    """Run a test's coroutine with the parts of a controller."""
-
-    def run() -> None:
-        async def inside() -> None:
-            await test(Parts())
-
-        asyncio.run(inside())
-
-    run.__name__ = test.__name__
-    return run
-
-
-@story
-async def test_durable_follows_the_commit(parts):
+async def test_durable_follows_the_commit():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 2, 3)
     parts.journal.commit()
@@ -37,8 +24,8 @@ async def test_durable_follows_the_commit(parts):
     assert [(row.target, row.draft) for row in commit.states] == [KEY.pair]
 
 
-@story
-async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts):
+async def test_a_mark_never_runs_ahead_of_reports_that_wait():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 2, learn=False)
     parts.send(worker, 2, learn=False)  # a repetition, which changes a count of the worker
@@ -51,8 +38,8 @@ async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts):
     assert (parts.store.last.workers[0].applied_seq, seqs_of(parts.store.last)) == (2, [1, 2])
 
 
-@story
-async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(parts):
+async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 2)
     parts.journal.commit()
@@ -67,8 +54,8 @@ async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(
     assert worker.durable_seq == 2
 
 
-@story
-async def test_a_late_report_is_durable_only_with_its_own_commit(parts):
+async def test_a_late_report_is_durable_only_with_its_own_commit():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 5)
     parts.journal.commit()
@@ -81,8 +68,8 @@ async def test_a_late_report_is_durable_only_with_its_own_commit(parts):
     assert parts.store.last.workers[0].missing_ranges == "[[2, 2], [4, 4]]"
 
 
-@story
-async def test_an_answer_for_an_old_incarnation_moves_nothing(parts):
+async def test_an_answer_for_an_old_incarnation_moves_nothing():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 2)
     parts.journal.commit()
@@ -91,8 +78,8 @@ async def test_an_answer_for_an_old_incarnation_moves_nothing(parts):
     assert worker.durable_seq == 0
 
 
-@story
-async def test_registering_anew_does_not_lose_reports_that_wait(parts):
+async def test_registering_anew_does_not_lose_reports_that_wait():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1, 2, learn=False)
     parts.worker(epoch=8)
@@ -102,8 +89,8 @@ async def test_registering_anew_does_not_lose_reports_that_wait(parts):
     assert (commit.workers[0].epoch, commit.workers[0].applied_seq) == (8, 0)
 
 
-@story
-async def test_groups_ascend_in_the_order_of_rows(parts):
+async def test_groups_ascend_in_the_order_of_rows():
+    parts = Parts()
     one, other = parts.worker("w"), parts.worker("v")
     parts.send(one, 1, learn=False)
     parts.send(other, 1)
@@ -116,25 +103,22 @@ async def test_groups_ascend_in_the_order_of_rows(parts):
 
 
 @pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])
-def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits):
-    @story
-    async def told(parts):
-        parts.journal.max_waiting_reports = 2
-        parts.store.ok = disk_works
-        parts.send(parts.worker(), 1, 2, 3)
-        parts.journal.commit()
-        waiting = asyncio.create_task(parts.journal.wait_for_room())
-        await asyncio.sleep(0.01)
-        assert waiting.done() != waits
-        await parts.store.land()
-        await asyncio.wait_for(waiting, 1.0)
-        assert parts.journal.num_waiting_reports == 0
-
-    told()
+async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits):
+    parts = Parts()
+    parts.journal.max_waiting_reports = 2
+    parts.store.ok = disk_works
+    parts.send(parts.worker(), 1, 2, 3)
+    parts.journal.commit()
+    waiting = asyncio.create_task(parts.journal.wait_for_room())
+    await asyncio.sleep(0.01)
+    assert waiting.done() != waits
+    await parts.store.land()
+    await asyncio.wait_for(waiting, 1.0)
+    assert parts.journal.num_waiting_reports == 0
 
 
-@story
-async def test_the_end_waits_for_the_disk_but_not_for_ever(parts):
+async def test_the_end_waits_for_the_disk_but_not_for_ever():
+    parts = Parts()
     parts.send(parts.worker(), 1)
     assert not await parts.journal.finish(0.05)
     finishing = asyncio.create_task(parts.journal.finish(5.0))
@@ -143,9 +127,9 @@ async def test_the_end_waits_for_the_disk_but_not_for_ever(parts):
     assert await finishing
 
 
-@story
-async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows(parts):
+async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows():
     """The oldest raw rows are given up and counted; estimates and marks contain them."""
+    parts = Parts()
     parts.journal.max_waiting_reports = 50
     workers = [parts.worker(f"w{number}") for number in range(2)]
     parts.store.ok = False
@@ -164,8 +148,8 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
     assert parts.journal.num_waiting_reports == 0
 
 
-@story
-async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
+async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it():
+    parts = Parts()
     worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
     save = parts.estimator.save
     parts.estimator.save = lambda pair: 1 / 0 if pair == KEY.pair else save(pair)
@@ -179,8 +163,8 @@ async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
     assert parts.store.last.workers[0].applied_seq == 1
 
 
-@story
-async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
+async def test_the_learned_table_of_a_commit_replaces_the_stored_one():
+    parts = Parts()
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(worker, 1)
     parts.send(elsewhere, 1)
@@ -194,8 +178,8 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
     assert (row.context_id, row.speculation_length, row.ngram, row.num_steps, row.is_best) == (1, 2, False, 2, True)
 
 
-@story
-async def test_decisions_and_events_are_kept_with_the_group_before_them(parts):
+async def test_decisions_and_events_are_kept_with_the_group_before_them():
+    parts = Parts()
     worker = parts.worker()
     parts.send(worker, 1)
     parts.estimator.fail = {"observe"}

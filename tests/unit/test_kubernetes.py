@@ -128,13 +128,3 @@ def test_clients_of_the_compose_file_have_another_token_than_the_controller():
     files = {f"deploy/docker/{Path(secret['file']).name}" for secret in COMPOSE["secrets"].values()}
     for name in (".gitignore", ".dockerignore"):
         assert files <= set((DEPLOY.parent / name).read_text().split()), name
-
-
-def services() -> str:
-    """The units of docs/guides/install.md."""
-    return (
-        (DEPLOY.parent / "docs" / "guides" / "install.md")
-        .read_text()
-        .partition("\n## Services\n")[2]
-        .partition("\n## ")[0]
-    )

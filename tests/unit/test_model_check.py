@@ -69,23 +69,22 @@ PHIMOE = {**GROUPED, **EXPERTS, "num_local_experts": 2}
 OLMOE = {**GROUPED, **EXPERTS, "num_experts": 2}
 
 
-WRONG_WINDOWS = [
-    ("phimoe", PHIMOE, "hands on a window of all tokens, but its mask lets 64 of 66 be seen"),
-    ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
-]
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("phimoe", PHIMOE, "hands on a window of all tokens, but its mask lets 64 of 66 be seen"),
+        ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
+    ],
+)
+def test_windows_longer_than_a_usual_row_are_looked_at(
+    family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask.
 
-
-@pytest.mark.parametrize(("family", "settings", "reason"), WRONG_WINDOWS)
-def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: dict[str, Any], reason: str) -> None:
-    """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask."""
+    Where they are too long to be run, they must at least agree.
+    """
     with pytest.raises(ModelError, match=f"layer 0 of {family} {reason}"):
         inspect_layers(other_family(family, **settings), "model")
-
-
-@pytest.mark.parametrize(("family", "settings"), [("phimoe", PHIMOE), ("olmoe", OLMOE)])
-def test_windows_too_long_to_be_run_must_at_least_agree(
-    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
     model = other_family(family, **settings)
     with pytest.raises(ModelError, match=f"the window of 64 tokens in its configuration .* of {family} do disagree"):

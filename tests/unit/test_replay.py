@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import random
-
+import numpy as np
 import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepFlag, StepRecord
+from tests.support.world import World
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 LIMITS, WIDER = Limits(16, 4), Limits(32, 4)
 
 
-def step_s(batch_size: int, length: int) -> float:
-    """Overhead, draft passes, and verification that grows with the batch."""
-    return 0.010 + 0.001 * length + 0.0002 * batch_size * (length + 1)
+WORLD = World()
 
 
-def step(seq: int, batch_size: int, arm: Arm, dice: random.Random, flags: frozenset = frozenset()) -> StepRecord:
+def step(seq: int, batch_size: int, arm: Arm, dice: np.random.Generator, flags: frozenset = frozenset()) -> StepRecord:
     length = arm.speculation_length
-    histogram = [0] * (length + 1)
-    for _ in range(batch_size):
-        run = 0
-        while run < length and dice.random() < 0.75:
-            run += 1
-        histogram[run] += 1
-    latency_s = step_s(batch_size, length) * dice.lognormvariate(0.0, 0.03)
     return StepRecord(
-        *(seq, batch_size, arm, latency_s, tuple(histogram), 100.0),
+        *(seq, batch_size, arm, *WORLD.draw(batch_size, length, dice), 100.0),
         flags=flags,
         num_drafted_sequences=batch_size if length else 0,
         num_verified_tokens=batch_size * (length + 1),
@@ -39,16 +30,16 @@ def step(seq: int, batch_size: int, arm: Arm, dice: random.Random, flags: frozen
 def profile(factor: float = 1.3) -> Profile:
     """Of these steps, with drafting wrong by a factor."""
     cells = [
-        ProfileCell(size, length, step_s(size, length) * (factor if length else 1.0), 1e-5, 20)
+        ProfileCell(size, length, WORLD.step_s(size, length) * (factor if length else 1.0), 1e-5, 20)
         for size in (1, 4, 16)
         for length in range(5)
     ]
-    return Profile(tuple(cells), (0.75, 0.56, 0.42, 0.32), (400,) * 4)
+    return Profile(tuple(cells), tuple(WORLD.survival()[:4]), (400,) * 4)
 
 
 def history(rounds: int = 40) -> tuple[list, list[tuple[int, Decision]]]:
     """Events of a controller whose context is widened half-way, and its decisions with the last group before each."""
-    estimator, dice = Estimator(), random.Random(1)
+    estimator, dice = Estimator(), np.random.default_rng(1)
     events = [ContextAdded(KEY, LIMITS), ProfileImported(KEY, profile())]
     made = [(0, each) for each in estimator.add_context(KEY, LIMITS) + estimator.seed_profile(KEY, profile())]
     for number in range(1, rounds + 1):

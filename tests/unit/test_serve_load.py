@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from speclen.bench.serving.block import figures_of, serve_block
-from speclen.bench.serving.capacity import busy_block, busy_rate
+from speclen.bench.serving.capacity import busy_rate
 from speclen.bench.serving.load import RequestOutcome, open_loop, request_of
 from speclen.bench.serving.tracks import Arrival, Block
 from tests.support.fake_generation import FakeService, serving
@@ -51,12 +51,6 @@ def test_in_a_closed_loop_a_request_is_sent_when_another_ends_and_latency_counts
         assert outcome.at_s <= outcome.sent_s < outcome.first_token_s
     assert sorted(outcomes, key=lambda one: one.at_s) == outcomes
     assert outcomes[-1].at_s >= 0.2, "after two others"
-
-
-def test_every_prompt_reaches_the_server_once():
-    service = FakeService(step_s=0.001)
-    replay(service, arrivals([0.0, 0.01, 0.02]))
-    assert sorted(service.prompts) == [(1, 2, 3, 4), (2, 2, 3, 4), (3, 2, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +112,6 @@ def test_figures_count_what_was_served():
     assert figures.num_row_steps >= figures.num_steps > 0
 
 
-def test_a_failed_request_is_counted_and_named():
-    figures = figures_of(served(FakeService(step_s=0.001, fail_after=2)))
-    assert figures.num_failed == 3
-    assert figures.errors == {"RESOURCE_EXHAUSTED: the queue is full": 3}
-
-
 # Capacity.
 
 
@@ -135,9 +123,3 @@ def test_capacity_counts_tokens_while_every_slot_is_busy():
     outcomes[1].error = "UNAVAILABLE: gone"
     with pytest.raises(ValueError, match="measuring the capacity failed: UNAVAILABLE: gone"):
         busy_rate(outcomes)
-
-
-def test_capacity_is_that_of_the_requests_of_the_track():
-    block = busy_block("closed-copying", 4, 0)
-    assert (block.at_once, len(block.arrivals)) == (4, 16)
-    assert {arrival.kind for arrival in block.arrivals} <= {"edit", "extract", "quote"}

@@ -73,7 +73,7 @@ def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
     assert sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE
 
 
-PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C33}
+PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C34}
 
 
 def test_commits_are_answered_in_order_and_by_another_thread(tmp_path):
@@ -171,7 +171,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match=r"file/s\.db cannot be created .*--db"):
         Store.open(tmp_path / "file" / "s.db")
-    with pytest.raises(StoreError, match=r"There is no database at .*missing\.db"):
+    with pytest.raises(StoreError, match=r"there is no database at .*missing\.db"):
         connect_reader(tmp_path / "missing.db")
     (tmp_path / "folder.db").mkdir()
     os.mkfifo(tmp_path / "pipe.db")

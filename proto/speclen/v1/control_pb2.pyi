@@ -815,10 +815,7 @@ class ImportProfileRequest(google.protobuf.message.Message):
     CELLS_FIELD_NUMBER: builtins.int
     SURVIVAL_FIELD_NUMBER: builtins.int
     NUM_SURVIVAL_ROWS_FIELD_NUMBER: builtins.int
-    AS_PRIOR_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
-    as_prior: builtins.bool
-    """Set when the profile was measured elsewhere and is only a starting point."""
     source: builtins.str
     @property
     def context(self) -> Global___ContextKey: ...
@@ -839,11 +836,10 @@ class ImportProfileRequest(google.protobuf.message.Message):
         cells: collections.abc.Iterable[Global___ProfileCell] | None = ...,
         survival: collections.abc.Iterable[builtins.float] | None = ...,
         num_survival_rows: collections.abc.Iterable[builtins.int] | None = ...,
-        as_prior: builtins.bool = ...,
         source: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_prior", b"as_prior", "cells", b"cells", "context", b"context", "num_survival_rows", b"num_survival_rows", "source", b"source", "survival", b"survival"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cells", b"cells", "context", b"context", "num_survival_rows", b"num_survival_rows", "source", b"source", "survival", b"survival"]) -> None: ...
 
 Global___ImportProfileRequest: typing_extensions.TypeAlias = ImportProfileRequest
 
