@@ -61,8 +61,8 @@ def attend(
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
     if isinstance(row_attention, PackedAttention):
-        queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
-        parts, options = zip(row_attention.parts, queries, keys, values, strict=True), (scaling, window, softcap, sinks)
+        options, split = (scaling, window, softcap, sinks), map(row_attention.split, (query, key, value))
+        parts = zip(row_attention.parts, *split, strict=True)
         return row_attention.join([attend(layer_index, part, q, k, v, *options) for part, q, k, v in parts])
     row_attention.write(row_attention.pool.layers[layer_index], key, value)
     rows, heads, queries, head_dim = query.shape
