@@ -17,7 +17,8 @@ class Spread:
     repeats: int
 
     def __str__(self) -> str:
-        return f"{figure(self.median)} ({figure(self.low)} to {figure(self.high)})"
+        interval = f" ({figure(self.low)} to {figure(self.high)})" if self.repeats > 1 else ""
+        return f"{figure(self.median)}{interval}"
 
 
 def figure(value: float) -> str:

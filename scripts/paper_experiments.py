@@ -15,9 +15,6 @@ import copy
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +22,21 @@ from speclen.worker.backends.spinning import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 
+import matplotlib
 import torch
 import typer
+from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.cli.profile.analysis import Analysis, analyse, analysis_json
-from speclen.cli.profile.document import ProfileDocument, from_samples, write_document
-from speclen.cli.profile.measuring import core_context
+from speclen.cli.profile.analysis import Analysis, BatchAnalysis, analyse, analysis_json
+from speclen.cli.profile.document import ProfileDocument, write_document
+from speclen.cli.profile.measuring import measure
 from speclen.cli.profile.show import show
-from speclen.cli.support.machine import machine, provenance
+from speclen.cli.support.machine import provenance
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import Profiler, ProfileSettings
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts
+from speclen.worker.profiling.profiler import ProfileSettings
+from speclen.worker.profiling.prompts import held_out_texts
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -69,19 +68,10 @@ Documents = dict[str, ProfileDocument]
 
 
 def measured(pair: ModelPair, settings: ProfileSettings, title: str, **details: Any) -> ProfileDocument:
-    """A profile of the pair. Raises SystemExit when the time was too short for one."""
-
-    def report(elapsed_s: float) -> None:
-        print(f"\r{title}: {settings.budget_s - elapsed_s:4.0f} s left", end="", file=sys.stderr, flush=True)
-
-    source = PromptSource(pair.tokenizer, held_out_texts(), settings.seed)
-    with Profiler(pair, settings, source, on_progress=report) as profiler:
-        samples = profiler.run()
-    print(file=sys.stderr)
-    if not samples.result().survival:
-        raise SystemExit(f"{title}: nothing was measured in {settings.budget_s:g} s: give more with --budget-s")
-    facts = {"title": title, "machine": machine(pair.device), "settings": dataclasses.asdict(settings)}
-    return from_samples(core_context(pair), samples, NAME, facts | provenance(f"python {NAME}") | details)
+    """A profile of the pair. Raises UserError when the time was too short for one."""
+    document = measure(pair, settings, held_out_texts(), NAME)
+    facts = {"title": title, **provenance(f"python {NAME}"), **details}
+    return dataclasses.replace(document, details=document.details | facts)
 
 
 def publish(name: str, documents: Documents, out: Path) -> None:
@@ -94,57 +84,51 @@ def publish(name: str, documents: Documents, out: Path) -> None:
     (plot_lengths if name == "lengths" else plot_comparison)(analyses, out / f"{name}.svg")
 
 
-@contextmanager
-def panels(number: int, path: Path, **options: Any) -> Iterator[Any]:
-    """Axes of a picture that is saved at the end: the same file for the same figures."""
-    import matplotlib
-
-    matplotlib.use("agg")
+def figure(number: int, width: float, **options: Any) -> tuple[Figure, Any]:
+    """A picture that is the same file for the same figures, and its panels."""
     matplotlib.rcParams["svg.hashsalt"] = "speclen"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, number, layout="constrained", **options)
-    yield axes
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    picture = Figure(figsize=(width, 4.5), layout="constrained")
+    return picture, picture.subplots(1, number, **options)
 
 
 def plot_comparison(analyses: dict[str, Analysis], path: Path) -> None:
     """Time per token by length, as a share of length 0's, one panel per batch size and one line per profile."""
-    with panels(len(COMPARED_SIZES), path, figsize=(13, 4), sharey=True) as axes:
-        for axis, size in zip(axes, COMPARED_SIZES, strict=True):
-            for title, analysis in analyses.items():
-                (batch,) = (batch for batch in analysis.batches if batch.batch_size == size)
-                times = {length: ms / batch.ms_per_token[0] for length, ms in sorted(batch.ms_per_token.items())}
-                (line,) = axis.plot(list(times), list(times.values()), label=title)
-                axis.plot(batch.best_length, times[batch.best_length], "*", color=line.get_color(), markersize=12)
-            axis.set(title=f"batch {size}", xlabel="speculation length")
-        axes[0].set_ylim(bottom=0)
-        axes[0].set_ylabel("time per token / that of length 0")
-        axes[-1].legend(fontsize=8)
+    picture, panels = figure(len(COMPARED_SIZES), 13, sharey=True)
+    for panel, size in zip(panels, COMPARED_SIZES, strict=True):
+        for title, analysis in analyses.items():
+            (batch,) = (batch for batch in analysis.batches if batch.batch_size == size)
+            times = {length: ms / batch.ms_per_token[0] for length, ms in sorted(batch.ms_per_token.items())}
+            (line,) = panel.plot(list(times), list(times.values()), label=title)
+            panel.plot(batch.best_length, times[batch.best_length], "*", color=line.get_color(), markersize=12)
+        panel.set(title=f"batch {size}", xlabel="speculation length", ylim=(0, None))
+    panels[0].set_ylabel("time per token / that of length 0")
+    panels[-1].legend(fontsize=8)
+    picture.savefig(path, metadata={"Date": None})
 
 
 def plot_lengths(analyses: dict[str, Analysis], path: Path) -> None:
     """Left the best length by batch size, with the lengths that are as good; right the gain over length 0."""
-    with panels(2, path, figsize=(11, 4.5)) as (lengths, gains):
-        for title, analysis in analyses.items():
-            sizes = [batch.batch_size for batch in analysis.batches]
-            best = [batch.best_length for batch in analysis.batches]
-            good = [
-                [length for length, ms in batch.ms_per_token.items() if ms <= FLAT * batch.ms_per_token[at]]
-                for batch, at in zip(analysis.batches, best, strict=True)
-            ]
-            (line,) = lengths.plot(sizes, best, "o-", label=f"here, {title}")
-            lengths.fill_between(sizes, [*map(min, good)], [*map(max, good)], color=line.get_color(), alpha=0.15)
-            gains.plot(sizes, [batch.gain for batch in analysis.batches], "o-", label=f"here, {title}")
-        lengths.plot(list(PAPER_LENGTHS), list(PAPER_LENGTHS.values()), "ks--", label="paper")
-        gains.plot(list(PAPER_GAINS), list(PAPER_GAINS.values()), "ks", label="paper")
-        lengths.set(ylabel="best length (shaded: within 3% of it)", ylim=(-0.3, None))
-        gains.set(ylabel="times the speed of length 0", ylim=(0, None))
-        for axis in (lengths, gains):
-            axis.set_xscale("log", base=2)
-            axis.set_xlabel("batch size")
-            axis.legend(fontsize=9)
+    picture, (lengths, gains) = figure(2, 11)
+    for title, analysis in analyses.items():
+        sizes = [batch.batch_size for batch in analysis.batches]
+        good = [as_good(batch) for batch in analysis.batches]
+        (line,) = lengths.plot(sizes, [batch.best_length for batch in analysis.batches], "o-", label=f"here, {title}")
+        lengths.fill_between(sizes, [*map(min, good)], [*map(max, good)], color=line.get_color(), alpha=0.15)
+        gains.plot(sizes, [batch.gain for batch in analysis.batches], "o-", label=f"here, {title}")
+    lengths.plot(list(PAPER_LENGTHS), list(PAPER_LENGTHS.values()), "ks--", label="paper")
+    gains.plot(list(PAPER_GAINS), list(PAPER_GAINS.values()), "ks", label="paper")
+    lengths.set(ylabel="best length (shaded: within 3% of it)", ylim=(-0.3, None))
+    gains.set(ylabel="times the speed of length 0", ylim=(0, None))
+    for panel in (lengths, gains):
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("batch size")
+        panel.legend(fontsize=9)
+    picture.savefig(path, metadata={"Date": None})
+
+
+def as_good(batch: BatchAnalysis) -> list[int]:
+    """Lengths whose time per token is about the best one's."""
+    return [length for length, ms in batch.ms_per_token.items() if ms <= FLAT * batch.ms_per_token[batch.best_length]]
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Check the prose of pages and docstrings. --figures prints the lengths of sentences."""
+"""Check the prose of pages and docstrings."""
 
 import ast
 import re
@@ -51,10 +51,6 @@ def docstring_faults(path: Path) -> Iterator[str]:
 if __name__ == "__main__":
     written = [page for page in tracked("docs/*.md") if "results" not in page.parts or page.name == "README.md"]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written]
-    if "--figures" in sys.argv:
-        words = sorted(len(one.split()) for page in pages for one in sentences(page.read_text()))
-        mean, over = sum(words) / len(words), sum(count > LONGEST_SENTENCE for count in words)
-        print(f"{len(words)} sentences, mean {mean:.1f} words, longest {words[-1]}, {over} over {LONGEST_SENTENCE}")
     faults = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in page_faults(page)]
     faults += [f"{file.relative_to(ROOT)}: {fault}" for file in tracked("*.py") for fault in docstring_faults(file)]
     print("\n".join(faults))

@@ -1,8 +1,8 @@
 """Train a draft for the chat model that `scripts/real_model` makes, on the model's own answers.
 
     python scripts/train_chat_draft.py answers --seconds 1200    # again and again: every run adds to those before
-    python scripts/train_chat_draft.py draft --seconds 1800      # goes on from where the last run ended
-    python scripts/measure_chat_draft.py                         # acceptance on held-out prompts
+    python scripts/train_chat_draft.py draft --seconds 1800
+    python scripts/measure_pair.py build/smollm2/target build/smollm2/draft    # acceptance on held-out prompts
 
 Prompts are those of bench/serving/chat.toml that are not held out, its six kinds in equal shares; a third of the answers is
 greedy, a third at temperature 0.7, a third at 1. Every token of an answer comes with the target's likeliest tokens there.
@@ -14,17 +14,16 @@ varies most: at the target's width, the vocabulary alone would cost a quarter of
 from __future__ import annotations
 
 import copy
-import json
-import time
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 import typer
-from chat_answers import Row, read_rows, write_rows
-from training import Optimizers
-from transformers import AutoTokenizer, LlamaForCausalLM
+from training import Optimizers, completed, save, train
+from transformers import LlamaForCausalLM
 
 from speclen.bench.serving.chat import KINDS, ChatPrompts
 from speclen.records import PLAIN
@@ -40,6 +39,17 @@ NUM_OTHERS = 1000  # tokens drawn for every batch from those that are not traine
 MAX_ANSWER = 256
 ROWS = 32  # answered at a time
 ROWS_PER_FILE = 48
+
+
+@dataclass(slots=True)
+class Row:
+    """A prompt and its answer. labels, log_probs: of every answer token, the target's likeliest tokens in its place."""
+
+    ids: np.ndarray
+    prompt_length: int
+    labels: np.ndarray
+    log_probs: np.ndarray
+
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 TargetOption = typer.Option(Path("build/smollm2/target"), help="Folder of the chat model.")
@@ -61,35 +71,43 @@ def answers(
     prompts = ChatPrompts(pair.tokenizer)
     engine = Engine(pair, EngineConfig(ROWS, 0, max_context_length=1024), FixedArm(PLAIN))
     num_files = len(list(work.glob("answers-*.npz")))
-    number = num_files * (ROWS_PER_FILE + ROWS)  # those under way at the end of a run are dropped
-    under_way: dict[int, Row] = {}
-    ended: list[Row] = []
-    started = time.monotonic()
-    while (elapsed := time.monotonic() - started) < seconds:
-        while len(under_way) < ROWS + 4:
-            submit(engine, number, prompts, under_way, ended)
-            number += 1
-        engine.step()
-        if len(ended) >= ROWS_PER_FILE:
-            write_rows(work / f"answers-{num_files:03}.npz", ended)
-            print(f"{elapsed:6.0f} s  file {num_files}: {sum(len(row.labels) for row in ended):,} tokens", flush=True)
+    requests = questions(prompts, num_files * (ROWS_PER_FILE + ROWS))  # those under way at the end of a run are dropped
+    rows: list[Row] = []
+    for request, outputs in completed(engine, requests, ROWS + 4, seconds):
+        rows.append(row_of(request, outputs))
+        if len(rows) == ROWS_PER_FILE:
+            named = {f"{at} {field}": value for at, row in enumerate(rows) for field, value in asdict(row).items()}
+            np.savez(work / f"answers-{num_files:03}.npz", **named)
+            print(f"file {num_files}: {sum(len(row.labels) for row in rows):,} tokens", flush=True)
             num_files += 1
-            ended.clear()
+            rows.clear()
 
 
-def submit(engine: Engine, number: int, prompts: ChatPrompts, under_way: dict[int, Row], ended: list[Row]) -> None:
-    """Queue the prompt of that number; once answered it moves from `under_way` to `ended`."""
-    kind, temperature = KINDS[number % len(KINDS)], TEMPERATURES[number // len(KINDS) % len(TEMPERATURES)]
-    prompt = prompts.draw(kind, number, held_out=False)
-    row = under_way[number] = Row(list(prompt), len(prompt))
+def questions(prompts: ChatPrompts, first: int) -> Iterator[GenerationRequest]:
+    """Requests from that number on, without end."""
+    for number in itertools.count(first):
+        kind, temperature = KINDS[number % len(KINDS)], TEMPERATURES[number // len(KINDS) % len(TEMPERATURES)]
+        sampling = SamplingParams(max_tokens=MAX_ANSWER, temperature=temperature, seed=number, logprobs=NUM_LABELS)
+        yield GenerationRequest(str(number), prompts.draw(kind, number, held_out=False), sampling)
 
-    def on_output(output: SequenceOutput) -> None:
-        row.take(output)
-        if output.finish_reason is not None:
-            ended.append(under_way.pop(number))
 
-    sampling = SamplingParams(max_tokens=MAX_ANSWER, temperature=temperature, seed=number, logprobs=NUM_LABELS)
-    engine.submit(GenerationRequest(str(number), prompt, sampling), on_output)
+def row_of(request: GenerationRequest, outputs: list[SequenceOutput]) -> Row:
+    """A prompt with its whole answer."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    likely = [one for output in outputs for one in output.logprobs]
+    labels = np.array([one.top_ids for one in likely], np.uint16)
+    log_probs = np.array([one.top_logprobs for one in likely], np.float16)
+    return Row(np.array([*request.prompt_ids, *tokens], np.uint16), len(request.prompt_ids), labels, log_probs)
+
+
+def read_rows(work: Path) -> Iterator[Row]:
+    """Answers of all runs that have tokens."""
+    for file in sorted(work.glob("answers-*.npz")):
+        kept = np.load(file)
+        for at in range(ROWS_PER_FILE):
+            row = Row(*(kept[f"{at} {field.name}"] for field in fields(Row)))
+            if len(row.labels):
+                yield row
 
 
 def narrow(teacher: LlamaForCausalLM, layers: int, width: int) -> LlamaForCausalLM:
@@ -197,7 +215,7 @@ class Batches:
         return Batch(*(torch.from_numpy(one) for one in (ids, np.concatenate(place), labels.clip(0), shares)))
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch, others: torch.Tensor) -> tuple[torch.Tensor, float]:
+def loss_of(model: LlamaForCausalLM, batch: Batch, others: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Mean cross entropy with the target's likeliest tokens and with its likeliest one, and agreement on the latter."""
     drawn = others[torch.randint(len(others), (NUM_OTHERS,))]
     with torch.autocast("cpu", torch.bfloat16):
@@ -207,7 +225,7 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, others: torch.Tensor) -> tupl
     norm = torch.logaddexp(logits.logsumexp(-1), other_logits.logsumexp(-1))
     likely = logits.gather(-1, batch.labels) - norm[:, None]
     agree = (logits.detach().argmax(-1) == batch.labels[:, 0]).float().mean()
-    return (-(batch.weights * likely).sum(-1) - likely[:, 0]).mean(), float(agree)
+    return (-(batch.weights * likely).sum(-1) - likely[:, 0]).mean(), f"agreement {agree:.3f}"
 
 
 @app.command()
@@ -221,10 +239,10 @@ def draft(
     tokens: int = typer.Option(2000, help="Tokens of a batch."),
     threads: int = ThreadsOption,
 ) -> None:
-    """Distil the draft. It is written every five minutes and at the end; nothing else is kept."""
+    """Distil the draft. It is written every minute and at the end; nothing else is kept."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    rows = [row for row in read_rows(work) if len(row.labels)]
+    rows = list(read_rows(work))
     full = narrow(LlamaForCausalLM.from_pretrained(target, dtype=torch.float32), layers, width)
     vocabulary = Vocabulary(rows, full.config.vocab_size)
     model = copy.deepcopy(full)
@@ -232,36 +250,10 @@ def draft(
     optimizers = Optimizers(model, muon_lr=2e-3, adam_lr=1e-3)
     batches = Batches(rows, vocabulary, tokens, seed=0)
     facts = {"layers": layers, "width": width, "parameters": full.num_parameters(), "answers": len(rows)}
-    facts |= {"tokens": sum(len(row.labels) for row in rows), "used_tokens": len(vocabulary.used), "steps": 0}
-    started, saved, agreed = time.monotonic(), 0.0, []
-    while (elapsed := time.monotonic() - started) < seconds:
-        loss, agree = loss_of(model, batches.draw(), others)
-        loss.backward()
-        optimizers.step(elapsed / seconds)
-        facts["steps"] += 1
-        agreed.append(agree)
-        if facts["steps"] % 20 == 0:
-            print(f"{elapsed:6.0f} s  step {facts['steps']}  agreement {np.mean(agreed[-20:]):.3f}", flush=True)
-        if elapsed - saved > 300:
-            saved = elapsed
-            save(model, full, vocabulary, target, out, facts | {"seconds": round(elapsed)})
-    save(model, full, vocabulary, target, out, facts | {"seconds": round(seconds)})
-
-
-def save(
-    model: LlamaForCausalLM,
-    full: LlamaForCausalLM,
-    vocabulary: Vocabulary,
-    target: Path,
-    out: Path,
-    facts: dict[str, int],
-) -> None:
-    """Write the draft in bfloat16, its tokenizer, and the facts of its training."""
-    vocabulary.put_back(model, full)
-    copy.deepcopy(full).bfloat16().save_pretrained(out)
-    AutoTokenizer.from_pretrained(target).save_pretrained(out)
-    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(facts, flush=True)
+    facts |= {"tokens": sum(len(row.labels) for row in rows), "used_tokens": len(vocabulary.used)}
+    for so_far in train(optimizers, seconds, lambda: loss_of(model, batches.draw(), others)):
+        vocabulary.put_back(model, full)
+        save(copy.deepcopy(full).bfloat16(), target, out, facts | so_far)
 
 
 if __name__ == "__main__":

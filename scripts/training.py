@@ -1,56 +1,19 @@
-"""Parts of `scripts/train_pair.py`: token streams, a model's shape, optimizers, batches, losses."""
+"""Parts that `train_pair.py` and `train_chat_draft.py` share: the training loop, outputs of an engine, a model's folder."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from speclen.worker.profiling.prompts import library_files
+from speclen.worker.engine.engine import Engine
+from speclen.worker.requests.request import GenerationRequest, SequenceOutput
 
-END_OF_TEXT = "<|endoftext|>"
-CONTEXT = 512
-MAX_POSITIONS = 2048
-NEW_TOKENS = 128
-PADDING = 65_535
-
-
-def read_source(path: Path) -> str | None:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError:
-        return None  # the test suite holds files in other encodings on purpose
-
-
-def token_stream(tokenizer: PreTrainedTokenizerFast, held_out: bool) -> np.ndarray:
-    """All files of one side of the split as one array of uint16 token ids, separated by the end-of-text token."""
-    texts = [text for path in library_files(held_out) if (text := read_source(path))]
-    ids: list[int] = []
-    for encoded in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-        ids.extend(encoded)
-        ids.append(tokenizer.eos_token_id)
-    return np.array(ids, dtype=np.uint16)
-
-
-def llama(num_layers: int, hidden: int, intermediate: int, num_heads: int) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=2048,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=0,
-            pad_token_id=None,
-        )
-    )
+REPORT_S = 60.0
 
 
 class Optimizers:
@@ -79,69 +42,58 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def sample_windows(stream: np.ndarray, count: int, rng: np.random.Generator) -> torch.Tensor:
-    starts = rng.integers(0, len(stream) - CONTEXT - 1, size=count)
-    return torch.from_numpy(np.stack([stream[s : s + CONTEXT + 1] for s in starts]).astype(np.int64))
+def train(
+    optimizers: Optimizers, seconds: float, loss_of: Callable[[], tuple[torch.Tensor, str]]
+) -> Iterator[dict[str, int]]:
+    """Follow a loss for so many seconds. Yields steps and seconds once a minute and at the end, for the model to be saved.
 
-
-@torch.no_grad()
-def validation_loss(model: LlamaForCausalLM, stream: np.ndarray, num_windows: int = 48) -> float:
-    """Mean next-token loss in nats over evenly spaced windows of the held-out files."""
-    starts = np.linspace(0, len(stream) - CONTEXT - 2, num_windows).astype(int)
-    losses = []
-    for group in np.array_split(starts, num_windows // 8):
-        ids = torch.from_numpy(np.stack([stream[s : s + CONTEXT + 1] for s in group]).astype(np.int64))
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(ids[:, :-1], use_cache=False).logits
-        losses.append(F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten()).item())
-    return sum(losses) / len(losses)
-
-
-def first_layers(teacher: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """A float32 model of the teacher's embedding, head and first layers."""
-    model = llama(layers, 256, 688, 4)
-    wanted = model.state_dict()
-    model.load_state_dict({name: weight.float() for name, weight in teacher.state_dict().items() if name in wanted})
-    return model
-
-
-class DistillationBatches:
-    """Batches of the target's continuations and of training text.
-
-    train: token stream. rows: as `submit_continuation` makes them. batch: sequences in each; text_share: of training text.
+    loss_of: the loss of the next batch, and a remark.
     """
-
-    def __init__(self, train: np.ndarray, rows: np.ndarray, batch: int, text_share: float) -> None:
-        self.rows = rows
-        self._train = train
-        self._rng = np.random.default_rng(2)
-        # Continuations of prompts of one length fill a batch without padding.
-        self._by_prompt = [rows[rows[:, 0] == length] for length in np.unique(rows[:, 0])]
-        self._shares = np.array([len(group) for group in self._by_prompt]) / len(rows)
-        self._num_text = round(batch * text_share)
-        self._num_own = batch - self._num_text
-
-    def draw(self) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, slice]]:
-        """Ids and their weights, both [batch, width], and where the target's own tokens are predicted."""
-        group = self._by_prompt[self._rng.choice(len(self._by_prompt), p=self._shares)]
-        prompt_length = int(group[0, 0])
-        width = prompt_length + NEW_TOKENS
-        own = group[self._rng.integers(0, len(group), size=self._num_own), 1 : 1 + width].astype(np.int64)
-        text = sample_windows(self._train, self._num_text, self._rng)[:, :width]
-        # Position i predicts token i + 1. Positions inside the prompt count too, but less than what the target wrote.
-        written = (slice(self._num_own), slice(prompt_length - 1, None))
-        weight = torch.full((self._num_own + self._num_text, width), 0.3)
-        weight[written] = 1.0
-        weight[self._num_own :] = 1.0
-        return torch.cat([torch.from_numpy(own), text]), weight, written
+    start, steps, told = time.monotonic(), 0, 0.0
+    while (elapsed := time.monotonic() - start) < seconds:
+        loss, remark = loss_of()
+        loss.backward()
+        optimizers.step(elapsed / seconds)
+        steps += 1
+        if elapsed - told > REPORT_S:
+            told = elapsed
+            print(f"{elapsed:6.0f} s  step {steps}  loss {loss.item():.3f}  {remark}", flush=True)
+            yield {"steps": steps, "seconds": round(elapsed)}
+    yield {"steps": steps, "seconds": round(seconds)}
 
 
-def distillation_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Weighted mean of the cross entropies with the teacher's distribution and with its most likely token.
+def completed(
+    engine: Engine, requests: Iterator[GenerationRequest], at_once: int, seconds: float
+) -> Iterator[tuple[GenerationRequest, list[SequenceOutput]]]:
+    """Run requests for so many seconds, so many at a time; those under way at the end are dropped."""
+    ended: list[tuple[GenerationRequest, list[SequenceOutput]]] = []
+    start, under_way = time.monotonic(), 0
+    while time.monotonic() - start < seconds:
+        for request in (next(requests) for _ in range(at_once - under_way)):
+            submit(engine, request, ended)
+        engine.step()
+        under_way = at_once - len(ended)
+        yield from ended
+        ended.clear()
 
-    Greedy acceptance asks for the second, sampled acceptance for the first.
-    """
-    log_probs = logits.float().log_softmax(-1)
-    soft = -(teacher_logits.softmax(-1) * log_probs).sum(-1)
-    hard = -log_probs.gather(-1, teacher_logits.argmax(-1)[..., None]).squeeze(-1)
-    return ((soft + hard) * weight).sum() / weight.sum()
+
+def submit(
+    engine: Engine, request: GenerationRequest, ended: list[tuple[GenerationRequest, list[SequenceOutput]]]
+) -> None:
+    """Queue a request; with its outputs it joins `ended`."""
+    outputs: list[SequenceOutput] = []
+
+    def on_output(output: SequenceOutput) -> None:
+        outputs.append(output)
+        if output.finish_reason is not None:
+            ended.append((request, outputs))
+
+    engine.submit(request, on_output)
+
+
+def save(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path, facts: dict[str, object]) -> None:
+    """A folder that any program can load: model, tokenizer, and the facts of its training."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(facts, flush=True)

@@ -313,7 +313,7 @@ last_steps AS (
   FROM prediction_windows GROUP BY context_id, batch_min, speculation_length, ngram
 ),
 parts AS (
-  SELECT t.*, f.batch_min AS range_min, s.num_seen + 1e-6 AS weight,
+  SELECT t.*, f.batch_min AS range_min, s.num_seen + 1e-6 AS weight, s.num_steps AS num_steps_in_use,
     shorter.ms_per_token AS shorter, longer.ms_per_token AS longer,
     (SELECT max(last_step) FROM last_steps AS l WHERE l.context_id = t.context_id
       AND l.batch_min BETWEEN t.batch_min AND t.batch_max
@@ -333,7 +333,7 @@ ranges AS (
     sum(ms_per_token_low * weight) / sum(weight) AS ms_per_token_low,
     sum(ms_per_token_high * weight) / sum(weight) AS ms_per_token_high,
     sum(speedup * weight) / sum(iif(speedup IS NULL, NULL, weight)) AS speedup,
-    sum(num_steps) AS num_steps,
+    sum(num_steps_in_use) AS num_steps,
     sum(shorter * weight) / sum(weight) AS shorter, sum(longer * weight) / sum(weight) AS longer,
     max(last_step) AS last_step, max(updated_at) AS updated_at
   FROM parts GROUP BY context_id, range_min
@@ -352,7 +352,7 @@ SELECT
   ms_per_token_low,  -- 95% interval
   ms_per_token_high,
   speedup,  -- times faster than plain decoding
-  num_steps,  -- usable samples of the arm
+  num_steps,  -- usable samples of what is in use at each size: this arm, or an equal one
   strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest sample of the arm
   shorter AS shorter_ms_per_token,  -- of the arm with one draft token less; NULL: none
   longer AS longer_ms_per_token,  -- with one more

@@ -22,7 +22,6 @@ class Plan:
     compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
     minutes: float = setting(15.0, "Time for the rounds.", least=0.05)
     repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
-    resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
     learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
     capacity: float | None = setting(None, "Tokens per second that loads are shares of; default: measured.")

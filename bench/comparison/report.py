@@ -32,7 +32,6 @@ def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]
         **facts,
         "policies": list(comparison.policies),
         "num_rounds": len(comparison.rounds),
-        "resolution": comparison.resolution,
         "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
         "best_fixed": comparison.best_fixed(),
         "ratios": [asdict(comparison.ratio(first, name)) for name in others],

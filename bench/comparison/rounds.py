@@ -35,13 +35,9 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """All rounds of a track. policies: the one it is about first. resolution: relative half-width that is aimed at.
-
-    turns: so many kinds of blocks take turns, and are judged apart.
-    """
+    """All rounds of a track. policies: the one it is about first. turns: kinds of blocks that take turns, judged apart."""
 
     policies: tuple[str, ...]
-    resolution: float
     rounds: list[Round] = field(default_factory=list)
     turns: int = 1
 
@@ -51,7 +47,7 @@ class Comparison:
         if self.turns == 1:
             return [self]
         kinds = [[one for one in self.rounds if one.number % self.turns == turn] for turn in range(self.turns)]
-        return [Comparison(self.policies, self.resolution, rounds) for rounds in kinds]
+        return [Comparison(self.policies, rounds) for rounds in kinds]
 
     def ratio(self, policy: str, reference: str) -> Ratio:
         """Of the blocks that both served without failure."""
@@ -76,29 +72,11 @@ class Comparison:
         against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
         return min(against, key=lambda name: against[name]) if against else None
 
-    def is_resolved(self) -> bool:
-        """True if every interval of the first policy is narrow enough."""
-        if self.turns > 1:
-            return all(part.is_resolved() for part in self.parts)
-        first, *others = self.policies
-        intervals = [self.ratio(first, name).interval for name in others]
-        enough = len(self.rounds) >= LEAST_BLOCKS
-        return enough and all(i is not None and i.half_width <= self.resolution for i in intervals)
-
     def notes(self) -> list[str]:
         """Limits of the figures, in words."""
-        found, parts = list[str](), self.parts
-        first, *others = self.policies
-        if (fewest := min(len(part.rounds) for part in parts)) < LEAST_BLOCKS:
+        found = list[str]()
+        if (fewest := min(len(part.rounds) for part in self.parts)) < LEAST_BLOCKS:
             found.append(f"too short for its intervals: {fewest} rounds, fewer than {LEAST_BLOCKS}")
-        elif not self.is_resolved():
-            ratios = [part.ratio(first, name) for part in parts for name in others]
-            wide = [(ratio.interval.half_width, ratio.reference) for ratio in ratios if ratio.interval]
-            if wide:
-                half_width, worst = max(wide)
-                found.append(
-                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
-                )
         late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
         if late > 0.1:
             found.append(f"the load generator itself was late by {late:.2f} s (99th percentile of a block)")
@@ -122,14 +100,13 @@ def run_rounds(
     say: Callable[[str], None],
     seed: int = 0,
 ) -> None:
-    """Add rounds until the intervals are narrow enough or time is up; Ctrl-C keeps those that are complete.
+    """Add rounds until time is up; Ctrl-C keeps those that are complete.
 
     A round is not begun that would, by the mean of those before, end after time_is_up (by clock).
     """
     begun = clock()
     for number in range(1, max_rounds + 1):
-        late = number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up
-        if late or comparison.is_resolved():
+        if number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up:
             break
         order = list(comparison.policies)
         random.Random(f"{seed}:{number}").shuffle(order)

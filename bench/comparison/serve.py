@@ -80,7 +80,7 @@ def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
     reports: where to keep what `adaptive` has learned from.
     """
     turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
-    comparison = Comparison(tuple(plan.names), plan.resolution, turns=turns)
+    comparison = Comparison(tuple(plan.names), turns=turns)
     with WarmWorker(plan.settings) as worker:
         session = Session(plan, worker)
         if plan.capacity is None and not plan.recipe.at_once:  # closed loops have no loads

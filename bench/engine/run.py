@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from speclen.records import StepRecord
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
+GREEDY = SamplingParams(ignore_eos=True)
+
 
 def generate(
     engine: Engine,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Sequence[int]],
     max_tokens: Sequence[int],
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    sampling: SamplingParams = GREEDY,
 ) -> list[list[int]]:
-    """Greedy outputs of requests that are submitted at once. Raises RuntimeError if the engine gives one up."""
+    """Outputs of requests that are submitted at once. Raises RuntimeError if the engine gives one up."""
     outputs: list[list[int]] = [[] for _ in prompts]
     ends: list[FinishReason] = []
 
@@ -25,8 +29,7 @@ def generate(
             ends.append(output.finish_reason)
 
     for number, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
-        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-        engine.submit(GenerationRequest(str(number), tuple(prompt), sampling), collect)
+        engine.submit(GenerationRequest(str(number), tuple(prompt), replace(sampling, max_tokens=most)), collect)
     while len(ends) < len(prompts):
         if (record := engine.step()) is not None:
             on_step(record)

@@ -1,50 +1,34 @@
-"""Figures of a controller under load: reports until durable, and other calls while a fleet reports."""
+"""Figures of a controller under load: reports that become durable, and other calls while a fleet reports."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from grpc import aio
 
-from speclen.bench.fleet.swarm import SimulatedWorker, close_all, connect, registered
+from speclen.bench.fleet.swarm import SimulatedWorker, connect, swarm
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 CALL_INTERVAL_S = 0.05
 
 
-class Process(Protocol):
-    """A controller."""
-
-    address: str
-
-    def cpu_s(self) -> float:
-        """Processor time so far, all threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Reports a second until the last is durable, and the controller's processor time per report, all threads."""
-
-    reports_per_s: float
-    cpu_us_per_report: float
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Messages and reported steps a second, and share of a core that the controller used for them.
+    """Messages sent and reports made durable a second, and share of a core that the controller used for them.
 
     sample_every: as the controller asked in the end. trip_*: round trips of reports. call_*: other calls meanwhile.
     """
 
-    num_workers: int
     messages_per_s: float
     reports_per_s: float
     busy: float
+    cpu_us_per_report: float
     sample_every: int
     trip_p50_ms: float
     trip_p99_ms: float
@@ -52,70 +36,59 @@ class Load:
     call_p99_ms: float
 
 
-async def throughput(process: Process, num_workers: int, group: int, num_reports: int, seed: int = 0) -> Throughput:
-    """Send as many groups as a fresh controller takes. Raises RuntimeError when it learned nothing from them.
+async def load_of(
+    address: str,
+    cpu_s: Callable[[], float],
+    num_workers: int,
+    group: int,
+    steps_per_s: float,
+    warm_up_s: float,
+    seconds: float,
+) -> Load:
+    """Let so many workers report, group steps in a message, and measure after a while. steps_per_s: math.inf for the most.
 
-    Messages are serialised before the clock starts, so that they cost the sender next to nothing.
+    cpu_s: processor time of the controller so far. Raises RuntimeError when the controller ends a stream.
     """
-    workers = await registered(process.address, num_workers, seed)
-    groups = max(1, num_reports // (num_workers * group))
-    messages = [[worker.message(group) for _ in range(groups)] for worker, _ in workers]
-    began, cpu_s = time.perf_counter(), process.cpu_s()
-    async with asyncio.TaskGroup() as tasks:
-        for (worker, channel), mine in zip(workers, messages, strict=True):
-            tasks.create_task(worker.flood(channel, mine))
-    taken_s, cpu_s = time.perf_counter() - began, process.cpu_s() - cpu_s
-    num = num_workers * groups * group
-    if not await num_learned(workers[0][1]):
-        raise RuntimeError(f"the controller acknowledged {num} reports and learned nothing from them")
-    await close_all(workers)
-    return Throughput(num / taken_s, 1e6 * cpu_s / num)
-
-
-async def num_learned(channel: aio.Channel) -> int:
-    """Samples that are in the learned tables; older ones fade."""
-    answer = await rpc.ControlServiceStub(channel).GetLearnedTable(pb.GetLearnedTableRequest())
-    return sum(row.num_steps for table in answer.tables for row in table.rows)
-
-
-async def load_of(process: Process, num_workers: int, group: int, warm_up_s: float, seconds: float) -> Load:
-    """Let so many workers report, group steps in a message, and measure after a while."""
-    fleet = await registered(process.address, num_workers)
-    workers = [worker for worker, _ in fleet]
-    (apart,) = await connect(process.address, 1)
-    reporting = [asyncio.create_task(worker.report(channel, group)) for worker, channel in fleet]
-    try:
+    async with swarm(address, num_workers) as workers, reporting(workers, group, steps_per_s):
+        (apart,) = await connect(address, 1)
         await call_times(apart, warm_up_s)
         for worker in workers:
             worker.trips_s.clear()
-        before, cpu_s, began = _sent(workers), process.cpu_s(), time.perf_counter()
+        before, used_s, began = counts(workers), cpu_s(), time.perf_counter()
         calls_s = await call_times(apart, seconds)
-        taken_s, cpu_s, sent = time.perf_counter() - began, process.cpu_s() - cpu_s, _sent(workers) - before
-    finally:
-        for task in reporting:
-            task.cancel()
-        ended = await asyncio.gather(*reporting, return_exceptions=True)
-        await close_all(fleet)
+        taken_s, used_s, done = time.perf_counter() - began, cpu_s() - used_s, counts(workers) - before
         await apart.close()
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
-    messages_per_s, reports_per_s = (sent / taken_s).tolist()
-    sample_every = max(worker.sample_every for worker in workers)
+    messages, reports = done.tolist()
     trips_s = [trip for worker in workers for trip in worker.trips_s]
-    (trip_p50, trip_p99), (call_p50, call_p99) = _percentiles_ms(trips_s), _percentiles_ms(calls_s)
+    sample_every = max(worker.sample_every for worker in workers)
     return Load(
-        *(num_workers, messages_per_s, reports_per_s, cpu_s / taken_s, sample_every),
-        *(trip_p50, trip_p99, call_p50, call_p99),
+        *(messages / taken_s, reports / taken_s, used_s / taken_s, 1e6 * used_s / max(reports, 1), sample_every),
+        *percentiles_ms(trips_s),
+        *percentiles_ms(calls_s),
     )
 
 
-def _sent(workers: list[SimulatedWorker]) -> np.ndarray:
-    """Messages and steps so far."""
-    return np.array([[worker.num_messages, worker.last_seq] for worker in workers], dtype=float).sum(axis=0)
+@asynccontextmanager
+async def reporting(workers: list[SimulatedWorker], group: int, steps_per_s: float) -> AsyncIterator[None]:
+    """Workers report while this lasts; their first error is raised."""
+    tasks = [asyncio.create_task(worker.report(group, steps_per_s)) for worker in workers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
 
 
-def _percentiles_ms(values_s: list[float]) -> tuple[float, float]:
+def counts(workers: list[SimulatedWorker]) -> np.ndarray:
+    """Messages sent and reports that are durable, so far."""
+    return np.array([[worker.num_messages, worker.durable_seq] for worker in workers], dtype=float).sum(axis=0)
+
+
+def percentiles_ms(values_s: list[float]) -> tuple[float, float]:
     """Median and 99th percentile; NaN where there are none."""
     p50, p99 = 1e3 * np.percentile(values_s or [np.nan], [50, 99])
     return float(p50), float(p99)

@@ -6,6 +6,8 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from grpc import aio
@@ -15,11 +17,10 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 METHOD = "/speclen.v1.ControlService/StreamReports"
-STEPS_PER_S = 40.0  # of a worker that reports as it goes
 WINDOW = 4  # messages of one worker on their way; a real worker has about as many
 NUM_TEMPLATES = 512  # different steps of a worker
 NUM_KINDS = 16  # workers with different steps; further ones repeat theirs
-MAX_CHANNELS, MAX_REGISTERING = 64, 64
+MAX_CHANNELS = 64  # also: workers that register at a time
 MAX_BATCH_SIZE, MAX_LENGTH = 32, 8
 EOF: Any = aio.EOF  # type: ignore[attr-defined]
 
@@ -53,26 +54,17 @@ def simulated_steps(rng: random.Random, num: int) -> list[pb.StepReport]:
 class SimulatedWorker:
     """One worker with its stream. trips_s: from sending a message to reading the answer that acknowledges it."""
 
-    def __init__(self, index: int, steps: list[pb.StepReport]) -> None:
+    def __init__(self, index: int, steps: list[pb.StepReport], channel: aio.Channel) -> None:
         self.identity = pb.WorkerIdentity(worker_id=f"simulated-{index}", epoch=time.time_ns())
-        self.steps = steps
+        self.steps, self.channel = steps, channel
         self.last_seq = self.durable_seq = self.num_messages = 0
         self.sample_every = 1
         self.trips_s: list[float] = []
+        self._room = asyncio.Semaphore(WINDOW)
         self._waiting: deque[tuple[int, float]] = deque()  # last number of a message, and when it was sent
 
-    def message(self, num_reports: int) -> bytes:
-        """The next group, serialised."""
-        request = pb.StreamReportsRequest(worker=self.identity)
-        for _ in range(num_reports):
-            step = self.steps[self.last_seq % NUM_TEMPLATES]
-            self.last_seq += 1
-            step.seq = self.last_seq
-            request.reports.append(step)
-        return request.SerializeToString()
-
-    async def register(self, channel: aio.Channel) -> None:
-        await rpc.ControlServiceStub(channel).RegisterWorker(
+    async def register(self) -> None:
+        await rpc.ControlServiceStub(self.channel).RegisterWorker(
             pb.RegisterWorkerRequest(
                 worker=self.identity,
                 context=pb.ContextKey(target="simulated", draft="simulated", device="none", dtype="float32"),
@@ -82,56 +74,54 @@ class SimulatedWorker:
             timeout=30.0,
         )
 
-    async def flood(self, channel: aio.Channel, messages: list[bytes]) -> None:
-        """Send all messages, at most WINDOW ahead of the answers; return when all are durable."""
-        call, per_message = open_stream(channel), self.last_seq // len(messages)
-        for number, message in enumerate(messages, start=1):
-            await call.write(message)
-            self._waiting.append((number * per_message, time.perf_counter()))
-            while len(self._waiting) >= WINDOW:
-                await self._read(call)
-        while self.durable_seq < self.last_seq:
-            if not self._waiting:
-                await asyncio.sleep(0.05)
-                await call.write(b"")
-            await self._read(call)
-        call.cancel()
+    async def report(self, group: int, steps_per_s: float) -> None:
+        """Send a group as often as sampled steps fill one, until cancelled; as fast as answers come at math.inf steps.
 
-    async def report(self, channel: aio.Channel, group: int) -> None:
-        """Send a group as often as sampled steps fill one, until cancelled."""
-        call, every_s = open_stream(channel), group / STEPS_PER_S
-        reading = asyncio.create_task(self._read_all(call))
-        due = time.perf_counter() + random.random() * every_s
+        Raises RuntimeError when the controller ends the stream.
+        """
+        call: Any = self.channel.stream_stream(METHOD, response_deserializer=pb.StreamReportsResponse.FromString)()
+        tasks = [
+            asyncio.create_task(self._read(call)),
+            asyncio.create_task(self._write(call, group / steps_per_s, group)),
+        ]
         try:
-            while not reading.done():
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                message = self.message(group)
-                self._waiting.append((self.last_seq, time.perf_counter()))
-                await call.write(message)
-                self.num_messages += 1
-                due += every_s * self.sample_every
-            reading.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, timeout=1.0)  # where both end, the reader knows why
+            for task in tasks:
+                if task in done:
+                    task.result()
         finally:
-            reading.cancel()
+            for task in tasks:
+                task.cancel()
             call.cancel()
 
-    async def _read_all(self, call: Any) -> None:
+    async def _write(self, call: Any, every_s: float, group: int) -> None:
+        due = time.perf_counter() + random.random() * every_s
         while True:
-            await self._read(call)
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await self._room.acquire()
+            message = self._message(group)
+            self._waiting.append((self.last_seq, time.perf_counter()))
+            await call.write(message)
+            self.num_messages += 1
+            due += every_s * self.sample_every
+
+    def _message(self, num_reports: int) -> bytes:
+        request = pb.StreamReportsRequest(worker=self.identity)
+        for _ in range(num_reports):
+            step = self.steps[self.last_seq % NUM_TEMPLATES]
+            self.last_seq += 1
+            step.seq = self.last_seq
+            request.reports.append(step)
+        return request.SerializeToString()
 
     async def _read(self, call: Any) -> None:
-        """Read one answer. Raises RuntimeError when the controller has ended the stream."""
-        answer = await call.read()
-        if answer is EOF:
-            raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
-        self.durable_seq, self.sample_every = answer.durable_seq, max(1, answer.sample_every)
-        while self._waiting and self._waiting[0][0] <= answer.applied_seq:
-            self.trips_s.append(time.perf_counter() - self._waiting.popleft()[1])
-
-
-def open_stream(channel: aio.Channel) -> Any:
-    """A StreamReports call that sends bytes as they are."""
-    return channel.stream_stream(METHOD, response_deserializer=pb.StreamReportsResponse.FromString)()
+        while (answer := await call.read()) is not EOF:
+            self.durable_seq, self.sample_every = answer.durable_seq, max(1, answer.sample_every)
+            while self._waiting and self._waiting[0][0] <= answer.applied_seq:
+                self.trips_s.append(time.perf_counter() - self._waiting.popleft()[1])
+                self._room.release()
+        raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
 
 
 async def connect(address: str, num_channels: int) -> list[aio.Channel]:
@@ -144,23 +134,16 @@ async def connect(address: str, num_channels: int) -> list[aio.Channel]:
     return channels
 
 
-async def registered(address: str, num: int, seed: int = 0) -> list[tuple[SimulatedWorker, aio.Channel]]:
-    """So many workers that the controller knows, with the channels that they share."""
-    kinds = [
-        simulated_steps(random.Random(100_003 * seed + kind), NUM_TEMPLATES) for kind in range(min(num, NUM_KINDS))
-    ]
+@asynccontextmanager
+async def swarm(address: str, num: int) -> AsyncIterator[list[SimulatedWorker]]:
+    """So many workers that the controller knows; they share channels."""
+    kinds = [simulated_steps(random.Random(kind), NUM_TEMPLATES) for kind in range(min(num, NUM_KINDS))]
     channels = await connect(address, min(num, MAX_CHANNELS))
-    turns = asyncio.Semaphore(MAX_REGISTERING)
-
-    async def one(at: int) -> tuple[SimulatedWorker, aio.Channel]:
-        worker, channel = SimulatedWorker(at, kinds[at % len(kinds)]), channels[at % len(channels)]
-        async with turns:
-            await worker.register(channel)
-        return worker, channel
-
-    return await asyncio.gather(*map(one, range(num)))
-
-
-async def close_all(workers: list[tuple[SimulatedWorker, aio.Channel]]) -> None:
-    for channel in {id(channel): channel for _, channel in workers}.values():
-        await channel.close()
+    workers = [SimulatedWorker(at, kinds[at % len(kinds)], channels[at % len(channels)]) for at in range(num)]
+    for at in range(0, num, MAX_CHANNELS):
+        await asyncio.gather(*(worker.register() for worker in workers[at : at + MAX_CHANNELS]))
+    try:
+        yield workers
+    finally:
+        for channel in channels:
+            await channel.close()

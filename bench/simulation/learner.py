@@ -48,6 +48,26 @@ class EstimatorLearner:
         return probe
 
 
+class Constant:
+    """A learner that always selects one arm."""
+
+    def __init__(self, arm: Arm) -> None:
+        self.arm = arm
+
+    def observe(self, records: Sequence[StepRecord], worker: str = WORKER) -> None:
+        """Learn nothing."""
+
+    def arm_for(self, batch_size: int, worker: str = WORKER) -> Arm:
+        """Select the arm."""
+        return self.arm
+
+    def probe_for(self, batch_size: int, worker: str = WORKER) -> Probe | None:
+        """Explore nothing."""
+
+
+Learner = EstimatorLearner | Constant  # their answers change only in `observe`
+
+
 class ProbeRun:
     """A probe at its worker: consecutive steps at its batch sizes, from the first that fits."""
 

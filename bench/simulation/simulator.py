@@ -8,30 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from speclen.bench.simulation.courses import Engine
 from speclen.bench.simulation.drawing import World
-from speclen.bench.simulation.learner import ProbeRun
+from speclen.bench.simulation.learner import Learner, ProbeRun
 from speclen.bench.simulation.world import FloatArray
-from speclen.records import Arm, Probe, StepRecord
+from speclen.records import Arm, StepRecord
 
 GROUP = 8  # steps of a worker that are reported together
-
-
-class Player(Protocol):
-    """A policy in the simulator."""
-
-    def observe(self, records: list[StepRecord], worker: str) -> None:
-        """Learn from a group of steps of one worker."""
-
-    def arm_for(self, batch_size: int, worker: str) -> Arm:
-        """Select the arm of a worker's next step."""
-
-    def probe_for(self, batch_size: int, worker: str) -> Probe | None:
-        """An arm to explore. Asked after every group of reports, unless the worker still has one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,7 @@ class Run:
         return 100.0 * float(self.work.sum() / self.seconds.sum())
 
 
-def play(world: World, player: Player) -> Run:
+def play(world: World, learner: Learner) -> Run:
     """Let a policy select the arm of every step; workers take turns.
 
     A worker reports GROUP of its steps at a time, and the group arrives delay_steps of the fleet later.
@@ -58,13 +44,13 @@ def play(world: World, player: Player) -> Run:
     work: list[float] = []
     for step in range(len(world.courses[0].batch)):
         for worker in workers:
-            spent_s, done_s = worker.step(step, player)
+            spent_s, done_s = worker.step(step, learner)
             seconds.append(spent_s)
             work.append(done_s)
             under_way += [(len(seconds) + world.scenario.delay_steps, worker, group) for group in worker.groups()]
             while under_way and under_way[0][0] <= len(seconds):
                 _, sender, group = under_way.popleft()
-                sender.report(group, player)
+                sender.report(group, learner)
     return Run(np.array(seconds), np.array(work))
 
 
@@ -82,10 +68,10 @@ class Worker:
         self.is_faulty = last and scenario.faulty_rate > 0
         self.counts = float(not self.is_faulty)
 
-    def step(self, step: int, player: Player) -> tuple[float, float]:
+    def step(self, step: int, learner: Learner) -> tuple[float, float]:
         """Take a step; expected seconds, and the oracle's for its tokens. Both 0 for a faulty worker."""
         course, joined = self.course, self.scenario.engine_flags and bool(self.course.joined[step])
-        arm, probe_id = self._arm(int(course.batch[step]), joined, player)
+        arm, probe_id = self._arm(int(course.batch[step]), joined, learner)
         record = course.record(step, arm, probe_id, self.scenario.classes_reported)
         mean_s, extra_s = float(course.seconds[step, arm.speculation_length]), 0.0
         if self.scenario.engine_flags:
@@ -94,9 +80,9 @@ class Worker:
         work_s = float(course.tokens_now[step, arm.speculation_length] * self.rate[step])
         return (mean_s + extra_s) * self.counts, work_s * self.counts
 
-    def _arm(self, batch: int, joined: bool, player: Player) -> tuple[Arm, int]:
+    def _arm(self, batch: int, joined: bool, learner: Learner) -> tuple[Arm, int]:
         """The probe's arm where one is at hand and fits, else the table's."""
-        arm, probe = player.arm_for(batch, self.name), self.probe
+        arm, probe = learner.arm_for(batch, self.name), self.probe
         if probe is not None and probe.is_over(batch):
             probe = self.probe = None
         if probe is None or not probe.fits(batch) or (joined and arm.speculation_length):
@@ -111,11 +97,11 @@ class Worker:
         self.waiting = self.waiting[full:]
         return groups
 
-    def report(self, group: list[StepRecord], player: Player) -> None:
+    def report(self, group: list[StepRecord], learner: Learner) -> None:
         """A group arrives at the policy, which may answer with a probe."""
-        player.observe(group, self.name)
+        learner.observe(group, self.name)
         if self.probe is None or self.probe.is_over(group[-1].batch_size):
-            probe = player.probe_for(group[-1].batch_size, self.name)
+            probe = learner.probe_for(group[-1].batch_size, self.name)
             self.probe = None if probe is None else ProbeRun(probe)
 
 

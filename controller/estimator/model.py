@@ -12,7 +12,7 @@ from speclen.controller.estimator.load import Load
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import Evidence, Solution, solve
-from speclen.controller.estimator.tokens import Ratios, contrast_variance
+from speclen.controller.estimator.tokens import SHRINKAGE, Ratios, contrast_variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Estimates:
 
     log_time: log step time without the level. log_tokens: of a sequence in a step. score: log tokens per second, with
     prefill and waiting. gradient: of log_time by phi, residuals considered, [..., NUM_FEATURES]. place: of the cell among
-    those with evidence, -1 without any.
+    those with evidence, -1 without any. level: log seconds that log_time is relative to, [ranges].
     """
 
     log_time: Array
@@ -31,11 +31,11 @@ class Estimates:
     ratios: Ratios
     gradient: Array
     place: Array
-    level: float
+    level: Array
 
     def step_s(self, at: int, ngram: int, length: int) -> float:
         """Seconds of a step. at: range of sizes."""
-        return float(np.exp(self.log_time[at, ngram, length] + self.level))
+        return float(np.exp(self.log_time[at, ngram, length] + self.level[at]))
 
     def variance(self, at: np.ndarray, base: np.ndarray) -> np.ndarray:
         """Variance of the score of every arm relative to another one, [n, 2, lengths].
@@ -81,8 +81,24 @@ def solve_all(cells: Cells, evidence: Sequence[Evidence], weights: Sequence[floa
     return solve((information + information.T) / 2, moment, cells.features, last)
 
 
-def estimates_of(grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load, level: float) -> Estimates:
-    """Step times and tokens of every arm at every range of sizes. solution: of these cells."""
+def levels_of(grid: Grid, cells: Cells, solution: Solution, evidence: Sequence[Evidence], level: float) -> np.ndarray:
+    """Log seconds by range of sizes: what its own samples took, as far as it has any. level: of all, [ranges].
+
+    Contrasts tell one size from another only where the load changes; choices need no more, figures of a size do.
+    """
+    theta, ranges = shares(cells.features, solution.phi)[0] + solution.rho, cells.numbers // (2 * grid.num_lengths)
+    count, log_sum = np.zeros((2, len(grid.low)))
+    for each in evidence:
+        count += np.bincount(ranges, each.count, len(count))
+        log_sum += np.bincount(ranges, each.log_sum - each.count * theta, len(count))
+    levels: np.ndarray = (log_sum + SHRINKAGE * level) / (count + SHRINKAGE)
+    return levels
+
+
+def estimates_of(
+    grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load, level: np.ndarray
+) -> Estimates:
+    """Step times and tokens of every arm at every range of sizes. solution: of these cells; level: see `levels_of`."""
     here = slice(grid.num_lengths)  # other contexts of the pair may have longer lengths
     values = (ratios.steps, ratios.drafted, ratios.verified)
     steps, drafted, verified = (np.einsum("rc,cnl->rnl", load.mix, each[..., here]) for each in values)
@@ -105,5 +121,5 @@ def estimates_of(grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, l
         place.reshape(grid.shape),
     )
     prefill_s = np.where(lengths > 0, load.prefill_s * batch / steps, 0.0)
-    score = -np.log(steps + load.waiting) - np.log(np.exp(log_time + level) + prefill_s)
+    score = -np.log(steps + load.waiting) - np.log(np.exp(log_time + level[:, None, None]) + prefill_s)
     return Estimates(log_time, -np.log(steps), score, solution, ratios, gradient, place, level)

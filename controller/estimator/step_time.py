@@ -2,9 +2,11 @@
 
     log T_t = level_t + theta(cell_t) + noise        theta(cell) = log(sum_i exp(phi_i) f_i(cell)) + rho(cell)
 
-level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. It may wander quickly, so each step is
-compared with an exponential mean of the steps before it, which removes the level. A contrast is a row c (1 at its own cell,
-minus the weights of the cells before), and what contrasts say of theta is summed up exactly by
+level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. It wanders, a random walk of variance q a
+step beside noise of variance r. So each step is compared with an exponential mean of the steps before it, with the gain of
+the steady Kalman filter, K^2 / (1 - K) = q / r: what is left are innovations, which are independent. Steps of one cell tell
+q and r: half the squared difference of two, L steps apart, is r + q L / 2 on average. A contrast is a row c (1 at its own
+cell, minus the weights of the cells before), and what contrasts say of theta is summed up exactly by
 
     M = sum c c' / sigma^2        z = sum c d / sigma^2        d: the difference of log times
 
@@ -24,15 +26,15 @@ import numpy as np
 from speclen.controller.estimator.features import NUM_FEATURES, PRIOR_MEAN, PRIOR_PRECISION, shares
 from speclen.controller.estimator.saving import Array
 
-GAIN = 0.4  # weight of the newest step before: slow seconds last for 25 steps and more, noise is averaged over five
-NEIGHBOURS = 12  # follows from GAIN: older steps have a weight below 0.001
+FIRST_GAIN, LEAST_GAIN = 0.4, 0.05  # weight of the newest step before: until it is known how the level wanders; least
+NEIGHBOURS = 64  # steps before that a step is compared with
+FAR = 16  # steps between those that tell how the level wanders
 MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 1/e
 CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
 CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
-NEIGHBOUR_NOISE = 2.0 / (2.0 - GAIN)  # variance of a contrast over that of a step: the mean before it has noise, too
-NOISE, RESIDUAL = 0.08, 0.04  # standard deviations of a log time and of rho, at first
+NOISE, RESIDUAL = 0.09, 0.04  # standard deviations of a contrast and of rho, at first
 LEAST_SD = 0.02  # of both
-SHORT_MEMORY = 300.0  # samples over which the noise is averaged, and the level for display
+SHORT_MEMORY = 300.0  # samples over which noise and gain are averaged, and the level for display
 
 
 class Samples(NamedTuple):
@@ -46,13 +48,24 @@ class Samples(NamedTuple):
 class Tail:
     """Newest samples of one worker, which its next ones are compared with, and its level.
 
-    level: mean of log times without theta, for display.
+    level: mean of log times without theta, for display. near, far: mean distance of the log times of steps of one cell, 1
+    and FAR steps apart.
     """
 
     cells: Array = field(default_factory=lambda: np.zeros(0, int))
     log_s: Array = field(default_factory=lambda: np.zeros(0))
     level: float = 0.0
     num_samples: int = 0
+    near: float = NOISE
+    far: float = NOISE * np.sqrt(1.0 + FIRST_GAIN**2 / (1.0 - FIRST_GAIN) * (FAR - 1) / 2)
+
+    @property
+    def gain(self) -> float:
+        """Weight of the newest step before, in steps of a factor of 1.4."""
+        wander = max(0.0, 2.0 * (self.far**2 - self.near**2) / (FAR - 1))
+        ratio = wander / max(self.near**2 - wander / 2, LEAST_SD**2 / 4)
+        gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
+        return float(np.clip(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), LEAST_GAIN, FIRST_GAIN))
 
     def followed_by(self, samples: Samples) -> Samples:
         """The tail and the next samples."""
@@ -63,6 +76,8 @@ class Tail:
         self.num_samples += num_new
         level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
         self.level += min(num_new / min(self.num_samples, SHORT_MEMORY), 1.0) * (level - self.level)
+        self.near += _step_towards(self.near, _distances(window, num_new, 1))
+        self.far += _step_towards(self.far, _distances(window, num_new, FAR))
         self.cells, self.log_s = window.cells[-NEIGHBOURS:], window.log_s[-NEIGHBOURS:]
 
     def keep(self, place: np.ndarray) -> None:
@@ -75,7 +90,7 @@ class Tail:
 class Evidence:
     """Contrasts of one worker, or of several. information: M, [cells, cells]; moment: z, [cells].
 
-    count, log_sum: samples by cell and the sum of their log times, fading; noise: standard deviation of a log time.
+    count, log_sum: samples by cell and the sum of their log times, fading; noise: standard deviation of a contrast.
     """
 
     information: Array = field(default_factory=lambda: np.zeros((0, 0)))
@@ -120,7 +135,7 @@ class Evidence:
         np.add.at(self.count, samples.cells, 1.0)
         np.add.at(self.log_sum, samples.cells, samples.log_s)
         window = tail.followed_by(samples)
-        rows = _rows(num_new, len(window.log_s))
+        rows = _rows(num_new, len(window.log_s), tail.gain)
         if not len(tail.log_s):
             rows = rows[1:]  # nothing to compare the first sample with
         known = np.array(list(dict.fromkeys(window.cells.tolist())))
@@ -134,7 +149,7 @@ class Evidence:
     ) -> None:
         """Sum contrasts up, and learn how noisy they are."""
         surprise, believed = differences - contrasts @ theta, contrasts**2 @ variance
-        noise = NEIGHBOUR_NOISE * self.noise**2
+        noise = self.noise**2
         spread = np.sqrt(noise + believed)
         z = np.abs(surprise) / spread
         weighted = contrasts * (np.minimum(1.0, CLIP / np.maximum(z, CLIP)) / noise)[:, None]
@@ -142,18 +157,32 @@ class Evidence:
         self.moment[known] += weighted.T @ differences
         if len(z):
             clipped = (np.minimum(z, CLIP) * spread) ** 2
-            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS / NEIGHBOUR_NOISE
+            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS
             share = min(len(z) / SHORT_MEMORY, 0.5)
-            noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
-            self.noise = max(float(noise), LEAST_SD)
+            self.noise = max(float(np.sqrt((1.0 - share) * noise + share * own)), LEAST_SD)
+
+
+def _distances(window: Samples, num_new: int, lag: int) -> np.ndarray:
+    """Of the log times of the new steps and those `lag` steps before them, where both are of one cell."""
+    num_pairs = min(num_new, len(window.log_s) - lag)
+    if num_pairs <= 0:
+        return np.zeros(0)
+    new, old = slice(-num_pairs, None), slice(-num_pairs - lag, -lag)
+    distances: np.ndarray = np.abs(window.log_s[new] - window.log_s[old])
+    return distances[window.cells[new] == window.cells[old]]
+
+
+def _step_towards(mean: float, values: np.ndarray) -> float:
+    """Change of a fading mean."""
+    return min(len(values) / SHORT_MEMORY, 0.5) * (float(values.mean()) - mean) if len(values) else 0.0
 
 
 @lru_cache(256)
-def _rows(num_new: int, num_all: int) -> np.ndarray:
+def _rows(num_new: int, num_all: int, gain: float) -> np.ndarray:
     """Contrast of each new step with those before it, [num_new, num_all]: 1 for itself, minus the weights of the mean."""
     at, all_at = np.arange(num_all - num_new, num_all)[:, None], np.arange(num_all)
     lag = at - all_at
-    weights = np.where((lag > 0) & (lag <= NEIGHBOURS), (1.0 - GAIN) ** np.maximum(lag - 1, 0), 0.0)
+    weights = np.where((lag > 0) & (lag <= NEIGHBOURS), (1.0 - gain) ** np.maximum(lag - 1, 0), 0.0)
     total = weights.sum(axis=1, keepdims=True)
     rows: np.ndarray = (lag == 0) - weights / np.where(total > 0, total, 1.0)
     return rows

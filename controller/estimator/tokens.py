@@ -19,7 +19,7 @@ from speclen.records import NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
 
 FIRST_ACCEPTED, DEEPER = 0.7, 0.98  # acceptance of the first draft token, of each relative to the one before, unseen
 LEAST_ACCEPTED = 0.02  # and rejected
-SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together
+SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together; samples that all sizes do
 REPORT_MEMORY = 600.0  # reports of a worker after which histograms have faded to 1/e
 OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
 PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for, and all batch sizes in the class mix of one

@@ -1,206 +1,212 @@
-"""The stages of scripts/fleet_check: a fleet on simulated Ray nodes, under load, and three deaths."""
+"""The stages of scripts/fleet_check: a fleet on simulated Ray nodes, under load, and three deaths.
+
+Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where a
+check fails.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
-import typer
 from load import Clients, statuses
-from looking import RECOVERY_S, count, distinct, left_over, num_tables, quietly, took, wait_for
-from nodes import Up, add_node, end_process, make_nodes, node_of
+from nodes import Up, add_node, node_of, seconds_until
+from ray.cluster_utils import Cluster
 
-from speclen.bench.findings import Report
 from speclen.v1 import generation_pb2 as pb
 
+FOLDER = Path("build/fleet").absolute()  # for the database and logs
 WORKERS, MAX_WORKERS, ROWS = 2, 3, 8
 CLIENTS, HTTP_CLIENTS = 4, 1
 CROWD = 24  # clients that are more than two workers should have
-TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "HTTP 5", "BROKEN_OFF")
+TYPED = (
+    "OK",
+    "UNAVAILABLE",
+    "INTERNAL",
+    "CANCELLED",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "HTTP 5",
+    "BROKEN_OFF",
+)
+LEARN_S, SETTLE_S = 60.0, 15.0  # of load: before the first death, and before and after each
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
+RECOVERY_S, SCALING_S = 90.0, 180.0
+TABLES = "SELECT count(DISTINCT context_id) FROM arm_estimates WHERE num_steps > 0"
+REPORTS = "SELECT count(*) FROM step_reports"
 
 
-def main(
-    folder: Path = typer.Option(Path("build/fleet"), help="Where database and logs go."),
-    learn_s: float = typer.Option(60.0, help="Seconds of load before the first death."),
-    settle_s: float = typer.Option(15.0, help="Seconds of load before and after each death."),
-) -> None:
-    """Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where
-    a check fails.
-    """
+def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is born ignoring it
-    folder = folder.absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    report = Report()
-    cluster, nodes = make_nodes()
-    up: Up | None = None
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    report, began = Report(), time.monotonic()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    nodes = [add_node(cluster, backend) for backend in ("openvino", "torch")]
+    up = Up(cluster.address, FOLDER)
     try:
-        began = time.monotonic()
-        up = Up.start(cluster.address, folder, WORKERS, MAX_WORKERS, ROWS)
-        asked = f"speclen up --ray ADDRESS --workers {WORKERS} --max-workers {MAX_WORKERS} --max-batch-size {ROWS}"
-        report.say("", f"`{asked}` served after {time.monotonic() - began:.0f} s.")
-        # Only now, so that each kind of node has got a worker.
-        nodes.append(add_node(cluster, "torch"))
-        run(report, up, cluster, nodes, learn_s, settle_s)
-        report.check(up.stop() == 0 and not left_over(up), "Ctrl-C ends everything: nothing answers any more")
-        up = None
+        command = up.start(WORKERS, MAX_WORKERS, ROWS)
+        report.say("", f"`{command}` served after {time.monotonic() - began:.0f} s.")
+        nodes.append(add_node(cluster, "torch"))  # only now, so that each kind of node has got a worker
+        clients = Clients(up, CLIENTS, HTTP_CLIENTS)
+        Check(report, up, cluster, nodes, clients).run()
+        report.check(up.stop() == 0 and not answers(up), "Ctrl-C ends everything: nothing answers any more")
     finally:
-        if up is not None:
+        if up.process.poll() is None:
             up.stop()
         ray.shutdown()
         cluster.shutdown()
     sys.exit(1 if report.failures else 0)
 
 
-def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, settle_s: float) -> None:
-    assert up.client is not None
-    clients = Clients(up.client, up.address, CLIENTS, up.http, up.token, HTTP_CLIENTS)
-    clients.start()
+def answers(up: Up) -> bool:
     try:
-        time.sleep(learn_s)
-        report.check(num_tables(up.database) == 2, "both kinds of worker have a table of their own")
-        kill_worker(report, up, clients, settle_s)
-        kill_controller(report, up, clients, settle_s)
-        kill_node(report, up, clients, cluster, nodes, settle_s)
-        nodes.append(add_node(cluster, "torch"))
-        crowd(report, up, clients, settle_s)
-    finally:
-        clients.stop()
-    for over in ("gRPC", "HTTP"):
-        mine = [each for each in clients.requests if each.over == over]
-        typed = all(each.status == "OK" or each.status.startswith(TYPED) for each in mine)
-        done = any(each.status == "OK" for each in mine)
-        report.check(
-            typed and done, f"{over}: of {len(mine)} requests all ended with OK or a typed error: {statuses(mine)}"
-        )
+        up.look()
+    except grpc.RpcError:
+        return False
+    return True
 
 
-def kill_worker(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
-    workers = wait_for(lambda: distinct(up, 2))
-    victim = next(iter(workers.values())).server.process_id
-    report.say("", "## A worker is killed (SIGKILL)", "")
+@dataclass
+class Report:
+    """Every line is printed as it comes; failures are kept."""
 
-    def recovered() -> bool:
-        now = distinct(up, 2, looks=4)
-        return len(now) == 2 and all(each.server.process_id != victim for each in now.values())
+    failures: list[str] = field(default_factory=list)
 
-    died(report, clients, lambda: end_process(victim), recovered, settle_s, WORKER_AIM_S, "a new worker serves")
+    def say(self, *lines: str) -> None:
+        print(*lines, sep="\n", flush=True)
 
-
-def kill_controller(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
-    known = wait_for(lambda: [one for one in distinct(up, 2).values() if one.controller.process_id])
-    victim = known[0].controller.process_id
-    num_reports = count(up.database, "step_reports")
-    report.say("", "## The controller is killed (SIGKILL)", "")
-
-    def recovered() -> bool:
-        now = distinct(up, 2, looks=4).values()
-        return any(each.controller.process_id not in (0, victim) and each.table_source == "controller" for each in now)
-
-    died(
-        report,
-        clients,
-        lambda: end_process(victim),
-        recovered,
-        settle_s,
-        CONTROLLER_AIM_S,
-        "workers report to a new one",
-    )
-    report.check(
-        count(up.database, "step_reports") >= num_reports, f"no report that was on disk is lost ({num_reports} before)"
-    )
+    def check(self, true: bool, what: str) -> None:
+        self.say(f"- {'passed' if true else '**FAILED**'}: {what}")
+        if not true:
+            self.failures.append(what)
 
 
-def kill_node(report: Report, up: Up, clients: Clients, cluster: Any, nodes: list[Any], settle_s: float) -> None:
-    """A node goes, as if its plug were pulled: its worker is placed on the node that is free."""
-    before = wait_for(lambda: two_of(distinct(up, 2)))
-    victim = next(iter(before.values()))
-    node = node_of(victim.server.process_id, nodes)
-    report.say("", "## A node is lost, with its worker", "")
+@dataclass
+class Check:
+    """A fleet with clients, and what is done to it."""
 
-    def recovered() -> bool:
-        now = distinct(up, 2, looks=4)
-        return len(now) == 2 and victim.worker.worker_id not in now
+    report: Report
+    up: Up
+    cluster: Cluster
+    nodes: list[Any]
+    clients: Clients
 
-    def kill() -> None:
-        cluster.remove_node(node, allow_graceful=False)
+    def run(self) -> None:
+        time.sleep(LEARN_S)
+        self.report.check(self.up.count(TABLES) == 2, "both kinds of worker have a table of their own")
+        self.kill_worker()
+        self.kill_controller()
+        self.kill_node()
+        self.nodes.append(add_node(self.cluster, "torch"))
+        self.crowd()
+        self.clients.stop()
+        for over in ("gRPC", "HTTP"):
+            mine = [each for each in self.clients.requests if each.over == over]
+            good = all(each.status.startswith(TYPED) for each in mine) and any(each.status == "OK" for each in mine)
+            self.report.check(
+                good, f"{over}: of {len(mine)} requests all ended with OK or a typed error: {statuses(mine)}"
+            )
 
-    died(report, clients, kill, recovered, settle_s, WORKER_AIM_S, "a new worker serves on another node")
+    def kill_worker(self) -> None:
+        self.report.say("", "## A worker is killed (SIGKILL)", "")
+        victim = self.two_workers()[0]
+        kill = lambda: os.kill(victim.server.process_id, signal.SIGKILL)  # noqa: E731
+        self.died(kill, lambda: self.replaced(victim), WORKER_AIM_S, "a new worker serves")
 
+    def kill_controller(self) -> None:
+        self.report.say("", "## The controller is killed (SIGKILL)", "")
+        known = next(each for each in self.two_workers() if each.controller.process_id)
+        victim, num_reports = known.controller.process_id, self.up.count(REPORTS)
 
-def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
-    """Many more clients come, and go again: a worker is added, and taken away, and nobody loses a request by it."""
-    assert up.client is not None
-    report.say("", "## A crowd comes and goes", "")
-    crowded = Clients(up.client, up.address, CROWD)
-    began = time.monotonic()
-    crowded.start()
-    workers: dict[str, pb.GetServerInfoResponse] = {}
+        def recovered() -> bool:
+            now = self.up.workers(2).values()
+            return any(one.controller.process_id not in (0, victim) and one.table_source == "controller" for one in now)
 
-    def has_grown() -> bool:
-        workers.update(distinct(up, MAX_WORKERS))
-        return len(workers) >= MAX_WORKERS
+        kill = lambda: os.kill(victim, signal.SIGKILL)  # noqa: E731
+        self.died(kill, recovered, CONTROLLER_AIM_S, "workers report to a new one")
+        kept = self.up.count(REPORTS) >= num_reports
+        self.report.check(kept, f"no report that was on disk is lost ({num_reports} before)")
 
-    grown = took(has_grown)
-    processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
-    time.sleep(settle_s)
-    crowded.stop()
-    shrunk = took(lambda: not all(each.exists() for each in processes))
-    time.sleep(settle_s)
-    end = time.monotonic()
-    requests = clients.requests + crowded.requests
-    report.check(grown is not None, f"a third worker serves {told(grown)} after {CROWD} more clients came")
-    report.check(shrunk is not None, f"it is gone {told(shrunk)} after they left")
-    failed = [each for each in requests if began <= (each.ended or end) < end and each.status != "OK"]
-    report.check(not failed, f"no request was lost by it: {statuses(failed)}")
+    def kill_node(self) -> None:
+        """A node goes, as if its plug were pulled: its worker is placed on the node that is free."""
+        self.report.say("", "## A node is lost, with its worker", "")
+        victim = self.two_workers()[0]
+        node = node_of(victim.server.process_id, self.nodes)
+        kill = lambda: self.cluster.remove_node(node, allow_graceful=False)  # noqa: E731
+        self.died(kill, lambda: self.replaced(victim), WORKER_AIM_S, "a new worker serves on another node")
+
+    def crowd(self) -> None:
+        """Many more clients come, and go again: a worker is added, and taken away, and nobody loses a request by it."""
+        self.report.say("", "## A crowd comes and goes", "")
+        began, crowded = time.monotonic(), Clients(self.up, CROWD)
+        workers: dict[str, pb.GetServerInfoResponse] = {}
+
+        def has_grown() -> bool:
+            workers.update(self.up.workers(MAX_WORKERS, 30))
+            return len(workers) >= MAX_WORKERS
+
+        grown_s = seconds_until(has_grown, SCALING_S)
+        time.sleep(SETTLE_S)
+        crowded.stop()
+        processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
+        shrunk_s = seconds_until(lambda: not all(each.exists() for each in processes), SCALING_S)
+        time.sleep(SETTLE_S)
+        end = time.monotonic()
+        ended = [each for one in (self.clients, crowded) for each in one.between(began, end) if each.ended]
+        failed = [each for each in ended if each.status != "OK"]
+        self.report.check(grown_s is not None, f"a third worker serves {told(grown_s)} after {CROWD} more clients came")
+        self.report.check(shrunk_s is not None, f"it is gone {told(shrunk_s)} after they left")
+        self.report.check(not failed, f"no request was lost by it: {statuses(ended)}")
+
+    def two_workers(self) -> list[pb.GetServerInfoResponse]:
+        """Raises RuntimeError where there are not two in time."""
+        found: list[pb.GetServerInfoResponse] = []
+
+        def look() -> bool:
+            found[:] = self.up.workers(2, 30).values()
+            return len(found) == 2 and any(each.controller.process_id for each in found)
+
+        if seconds_until(look, RECOVERY_S) is None:
+            raise RuntimeError("the fleet did not come to the state that this stage begins with")
+        return found
+
+    def replaced(self, victim: pb.GetServerInfoResponse) -> bool:
+        now = self.up.workers(2).values()
+        return len(now) == 2 and victim.server.process_id not in [each.server.process_id for each in now]
+
+    def died(self, kill: Callable[[], None], recovered: Callable[[], bool], aim_s: float, what: str) -> None:
+        """Load, a death, load: what clients saw, and when it was as before."""
+        time.sleep(SETTLE_S)
+        at = time.monotonic()
+        kill()
+        back_s = seconds_until(recovered, RECOVERY_S)
+        time.sleep(SETTLE_S)
+        during = self.clients.between(at, time.monotonic())
+        failed = [each for each in during if each.status != "OK"]
+        begun = [each for each in during if each.began < at]
+        lost = sum(each.status != "OK" for each in begun)
+        self.report.say(f"In flight at that moment: {len(begun)} requests, of which {lost} failed.")
+        for each in failed[:3]:
+            words = each.words.partition("\n")[0]
+            self.report.say(f"- `{each.status}` after {each.num_tokens} tokens: {words[:160]}")
+        self.report.check(back_s is not None and back_s <= aim_s, f"{what} after {told(back_s)} (aim {aim_s:g})")
+        served = "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry"
+        self.report.check(all(each.num_tokens for each in failed), served)
 
 
 def told(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.0f} s"
-
-
-def two_of(found: dict[str, pb.GetServerInfoResponse]) -> dict[str, pb.GetServerInfoResponse] | None:
-    return found if len(found) == 2 else None
-
-
-def died(
-    report: Report,
-    clients: Clients,
-    kill: Callable[[], None],
-    recovered: Callable[[], bool],
-    settle_s: float,
-    aim_s: float,
-    what: str,
-) -> None:
-    """Load, a death, load: what clients saw, and when it was as before."""
-    time.sleep(settle_s)
-    at = time.monotonic()
-    kill()
-    while not quietly(recovered) and time.monotonic() - at < RECOVERY_S:
-        time.sleep(0.2)
-    back = time.monotonic()
-    time.sleep(settle_s)
-    end = time.monotonic()
-    during = clients.between(at, end)
-    failed = [each for each in during if each.status != "OK"]
-    begun = [each for each in during if each.began < at]
-    lost = [each for each in begun if each.status != "OK"]
-    report.say(f"In flight at that moment: {len(begun)} requests, of which {len(lost)} failed.")
-    for each in failed[:3]:
-        report.say(f"- `{each.status}` after {each.num_tokens} tokens: {str(each.words)[:160]}")
-    report.check(back - at <= aim_s, f"{what} after {back - at:.1f} s (aim {aim_s:g})")
-    report.check(
-        all(each.had_begun_to_stream or each.status == "OK" for each in failed),
-        "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry",
-    )
+    return "never" if seconds is None else f"{seconds:.1f} s"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -35,7 +35,6 @@ class Mode:
     environment: str
     kind: str
     length: int = 0
-    most_at_once: int = MAX_ROWS
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -53,7 +52,7 @@ class Mode:
             given = ["--model", str(weights / "target"), "--port", str(port), "--host", "127.0.0.1"]
             given += ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", "2048"]
             return [python, "-m", "vllm.entrypoints.openai.api_server", *given, *self._vllm_speculation(weights)]
-        script = str(HERE / f"{self.environment or 'transformers'}_server.py")
+        script = str(HERE / f"{self.environment}_server.py")
         lengths = [f"--{self.kind}", str(self.length)] if self.length else []
         return [python, script, str(weights), "--port", str(port), *lengths]
 
@@ -72,12 +71,10 @@ def modes(has_draft: bool) -> list[Mode]:
         ("llama.cpp", "llama", NO_CUTS),
         ("OpenVINO GenAI", "openvino", {}),
         ("vLLM", "vllm", {}),
-        ("transformers", "", {}),
     ):
         for kind, length in (("none", 0), ("draft", 3), ("draft", 5), ("lookup", 5), ("lookup", 10)):
-            alone = program == "transformers" and length
             if has_draft or kind != "draft":
-                found.append(Mode(program, environment, kind, length, 1 if alone else MAX_ROWS, extra))
+                found.append(Mode(program, environment, kind, length, extra))
     return found
 
 

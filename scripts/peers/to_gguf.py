@@ -14,29 +14,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-# Names inside a layer, ours to llama.cpp's.
-LAYER_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def gguf_name(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" is "blk.3.ffn_up.weight". Raises KeyError for a tensor of another family."""
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTER_NAMES:
-        return f"{OUTER_NAMES[stem]}.{kind}"
-    _, _, number, rest = stem.split(".", 3)
-    return f"blk.{number}.{LAYER_NAMES[rest]}.{kind}"
-
 
 def to_interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of a query or key projection in the order of llama.cpp's rotary embedding.
@@ -65,28 +42,26 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None
     writer.add_vocab_size(config["vocab_size"])
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     by_id = {index: token for token, index in tokenizer["model"]["vocab"].items()} | special
-    ids = range(config["vocab_size"])
-    kinds = [gguf.TokenType.NORMAL if index in by_id else gguf.TokenType.UNUSED for index in ids]
+    kinds = [gguf.TokenType.NORMAL if index in by_id else gguf.TokenType.UNUSED for index in range(size)]
     for index in special:
         kinds[index] = gguf.TokenType.CONTROL
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")  # byte-level BPE with single digits
-    writer.add_token_list([by_id.get(index, f"<unused{index}>") for index in ids])
+    writer.add_token_list([by_id.get(index, f"<unused{index}>") for index in range(size)])
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    eos = config["eos_token_id"]
-    writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
     writer.add_add_bos_token(False)
-    writer.add_chat_template((folder / "chat_template.jinja").read_text("utf-8"))
+    gguf.SpecialVocab(folder, load_merges=True, special_token_types=("eos",)).add_to_gguf(writer, quiet=True)
 
 
 def add_tensors(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
-    heads = config["num_attention_heads"]
+    heads, names = (
+        config["num_attention_heads"],
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"]),
+    )
     interleaved = {"q_proj": heads, "k_proj": config.get("num_key_value_heads") or heads}
     tensors = load_file(folder / "model.safetensors")
     if config.get("tie_word_embeddings"):
@@ -96,12 +71,13 @@ def add_tensors(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -
         values = (tensor.view(torch.int16) if in_half else tensor).numpy()
         if num_heads := interleaved.get(name.split(".")[-2]):
             values = to_interleaved(values, num_heads)
+        theirs = names.get_name(name, (".weight",))
         if tensor.ndim == 1:
-            writer.add_tensor(gguf_name(name), tensor.float().numpy())
+            writer.add_tensor(theirs, tensor.float().numpy())
         elif in_half:
-            writer.add_tensor(gguf_name(name), values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(theirs, values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(theirs, values)
 
 
 def convert(folder: Path, out: Path) -> None:
@@ -112,7 +88,7 @@ def convert(folder: Path, out: Path) -> None:
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_name(folder.name)
     add_hyperparameters(writer, config)
-    add_tokenizer(writer, folder, config)
+    add_tokenizer(writer, folder, config["vocab_size"])
     add_tensors(writer, folder, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,29 +1,21 @@
-"""The load of `speclen bench controller` is taken whole."""
+"""The figures of `speclen bench controller` count what became durable."""
 
+import math
 import time
 
 import pytest
 
-from speclen.bench.fleet.load import throughput
+from speclen.bench.fleet.load import load_of
 from tests.support.control_fakes import run, served
 
 
-class Process:
-    """The controller of this process: its processor time is all of it."""
-
-    def __init__(self, address):
-        self.address = address
-
-    def cpu_s(self):
-        return time.perf_counter()
-
-
-def test_every_report_sent_is_taken_and_durable(tmp_path):
+def test_workers_without_a_pace_send_as_much_as_becomes_durable(tmp_path):
     async def story():
-        async with served(tmp_path) as at:
-            found = await throughput(Process(at.address), 4, 16, 1000)
-            assert at.service.totals.num_reports == 4 * 16 * (1000 // 64)
-            assert not at.service.totals.refused
-            assert found.reports_per_s == pytest.approx(1e6 / found.cpu_us_per_report, rel=0.01)
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            load = await load_of(at.address, time.perf_counter, 4, 16, math.inf, warm_up_s=0.5, seconds=2.0)
+            totals = at.service.totals
+            assert not totals.refused
+            assert 4 * 40 * 2 < 2.0 * load.reports_per_s <= totals.num_reports
+            assert load.cpu_us_per_report == pytest.approx(1e6 * load.busy / load.reports_per_s)
 
     run(story)

@@ -124,7 +124,7 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
+async def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
     """Whoever read steadily, but not all of it in 31 s, was cut off."""
     monkeypatch.setattr("speclen.worker.http.server.UNREAD_GRACE_S", 0.0)
     body = b"x" * 8_000_000
@@ -132,30 +132,26 @@ def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
     async def app(scope, receive, send):
         await Response(body)(scope, receive, send)
 
-    async def scenario():
-        bound, loop = listen("127.0.0.1:0"), asyncio.get_running_loop()
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-        server = make_server(app, ServerSecurity(), unread_timeout_s=0.5)
-        async with serving(server, bound):
-            with socket.socket() as one:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-                one.setblocking(False)
-                await loop.sock_connect(one, bound.getsockname())
-                await loop.sock_sendall(one, head("GET /", {"Connection": "close"}))
-                num_read = len(await loop.sock_recv(one, 65_536))
-                began = time.monotonic()
-                while server.server_state.connections:  # until all is out of our hands
-                    assert time.monotonic() - began < 60
-                    await asyncio.sleep(0.02)
-                    if reads:
-                        num_read += len(await loop.sock_recv(one, 65_536))
-                seconds = time.monotonic() - began
-                with contextlib.suppress(ConnectionResetError):
-                    while piece := await loop.sock_recv(one, 65_536):
-                        num_read += len(piece)
-                return num_read, seconds
-
-    num_read, seconds = asyncio.run(scenario())
+    bound, loop = listen("127.0.0.1:0"), asyncio.get_running_loop()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+    server = make_server(app, ServerSecurity(), unread_timeout_s=0.5)
+    async with serving(server, bound):
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+            one.setblocking(False)
+            await loop.sock_connect(one, bound.getsockname())
+            await loop.sock_sendall(one, head("GET /", {"Connection": "close"}))
+            num_read = len(await loop.sock_recv(one, 65_536))
+            began = time.monotonic()
+            while server.server_state.connections:  # until all is out of our hands
+                assert time.monotonic() - began < 60
+                await asyncio.sleep(0.02)
+                if reads:
+                    num_read += len(await loop.sock_recv(one, 65_536))
+            seconds = time.monotonic() - began
+            with contextlib.suppress(ConnectionResetError):
+                while piece := await loop.sock_recv(one, 65_536):
+                    num_read += len(piece)
     assert (num_read > len(body)) == reads
     assert seconds > (1.0 if reads else 0.0)
 

@@ -183,6 +183,3 @@ def test_a_grammar_that_turns_out_to_be_too_much_is_the_callers_fault(
     assert "the grammar cannot be followed any further" in answer.text
     assert "invalid_request_error" in answer.text
     assert "try it again" not in answer.text
-
-
-# Preparing grammars.

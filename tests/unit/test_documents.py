@@ -67,17 +67,6 @@ def test_the_picture_of_the_house_is_what_the_code_gives() -> None:
     subprocess.run([sys.executable, "scripts/house.py", "--check"], cwd=ROOT, check=True)
 
 
-def test_anchors_lead_somewhere() -> None:
-    for document in DOCUMENTS:
-        for page, anchor in re.findall(r"\]\(([a-z_/]*\.?m?d?)#([a-z0-9-]+)\)", document.read_text()):
-            text = (document.parent / page).read_text() if page else document.read_text()
-            headings = {
-                re.sub(r"[^a-z0-9 -]", "", line.lower()).strip().replace(" ", "-")
-                for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-            }
-            assert anchor in headings, f"{document.name} links to {page}#{anchor}"
-
-
 def test_deployments_name_settings_and_flags_that_exist() -> None:
     files = [
         *(ROOT / "deploy").rglob("*.yaml"),

@@ -204,6 +204,3 @@ def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
     finish(engine)
     assert len(collected.ids("other")) == 40
     assert not engine.abort("never heard of")
-
-
-# Threads.

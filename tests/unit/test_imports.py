@@ -108,7 +108,7 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    modules = "speclen.bench.gpu.checks, speclen.bench.gpu.run"
+    modules = "speclen.bench.gpu.checks, speclen.bench.rates"
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 

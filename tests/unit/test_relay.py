@@ -26,32 +26,25 @@ async def collect(stream: OutputStream) -> tuple[list[int], int]:
             return tokens, wakes
 
 
-def test_order_is_kept_and_wakes_are_few():
-    async def run() -> tuple[list[int], int]:
-        relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=0.01), OutputStream()
+async def test_order_is_kept_and_wakes_are_few():
+    relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=0.01), OutputStream()
 
-        def engine() -> None:
-            for number in range(1000):
-                relay.put(stream, output(number, last=number == 999))
+    def engine() -> None:
+        for number in range(1000):
+            relay.put(stream, output(number, last=number == 999))
 
-        thread = threading.Thread(target=engine)
-        thread.start()
-        result = await asyncio.wait_for(collect(stream), 10)
-        thread.join()
-        return result
-
-    tokens, wakes = asyncio.run(run())
+    thread = threading.Thread(target=engine)
+    thread.start()
+    tokens, wakes = await asyncio.wait_for(collect(stream), 10)
+    thread.join()
     assert tokens == list(range(1000))
     assert wakes < 100
 
 
-def test_the_first_tokens_do_not_wait_for_the_interval():
-    async def run() -> list[SequenceOutput]:
-        relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=60.0), OutputStream()
-        relay.put(stream, output(0))
-        return await asyncio.wait_for(stream.next(), 5)
-
-    assert [one.token_ids for one in asyncio.run(run())] == [(0,)]
+async def test_the_first_tokens_do_not_wait_for_the_interval():
+    relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=60.0), OutputStream()
+    relay.put(stream, output(0))
+    assert [one.token_ids for one in await asyncio.wait_for(stream.next(), 5)] == [(0,)]
 
 
 @pytest.mark.parametrize(

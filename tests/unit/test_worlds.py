@@ -2,7 +2,7 @@
 
 import pytest
 
-from speclen.bench.simulation.worlds.learners import Constant
+from speclen.bench.simulation.learner import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import best_arm, play
 from speclen.bench.simulation.worlds.vllm_h200 import VllmH200

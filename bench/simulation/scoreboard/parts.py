@@ -8,10 +8,9 @@ from statistics import fmean, median
 from typing import Any
 
 from speclen.bench.simulation import policy
-from speclen.bench.simulation.learner import EstimatorLearner
+from speclen.bench.simulation.learner import Constant, EstimatorLearner
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.worlds import vllm_h200
-from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
 from speclen.bench.simulation.worlds.vllm_h200 import VllmH200

@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speclen.bench.simulation.learner import ProbeRun
-from speclen.bench.simulation.worlds.learners import Learner
+from speclen.bench.simulation.learner import Learner, ProbeRun
 from speclen.records import Arm, Limits, StepRecord
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
@@ -53,8 +52,6 @@ class Score:
         self.start_s: list[float] = []
         self.spent_s: list[float] = []
         self.work_s: list[float] = []
-        self.arms: list[tuple[int, Arm]] = []  # with the batch size
-        self.num_probe_steps = 0
 
     def percent(self, from_s: float = 0.0, to_s: float = float("inf")) -> float:
         """Goodput in percent of the oracle's over steps that start in [from_s, to_s)."""
@@ -111,9 +108,7 @@ def play(world: World, learner: Learner) -> Score:
 
 def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> tuple[StepRecord, ...]:
     score.start_s.append(world.now_s)
-    score.arms.append((world.batch_size, arm))
     step = world.step(arm, probe_id)
     score.spent_s.append(step.spent_s)
     score.work_s.append(step.work_s)
-    score.num_probe_steps += probe_id > 0
     return step.reports

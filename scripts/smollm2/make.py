@@ -1,30 +1,27 @@
-"""Check a checkpoint that `convert.py` wrote against its GGUF, and speclen's engine against transformers on it.
+"""Write a Llama-style GGUF as a checkpoint with a chat template, and check speclen's engine against transformers on it.
 
-    PYTHONPATH=build/smollm2/packages:scripts/peers python scripts/smollm2/check.py FILE.gguf FOLDER
+    PYTHONPATH=build/smollm2/packages python scripts/smollm2/make.py FILE.gguf FOLDER
 
-Weights: equal to those of the file, dequantised here, in every bit. Tokens: text comes back, and every digit is a token.
-Answers: greedy ones in float32 have the same tokens by transformers and by the engine, without and with n-grams.
+Weights: float32. Tokens: text comes back, and every digit is a token. Answers: greedy ones have the same tokens by
+transformers and by the engine, without and with n-grams.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
-from safetensors.numpy import load_file
-from to_gguf import gguf_name, to_interleaved
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from speclen.bench.engine.run import generate
 from speclen.records import PLAIN, Arm, parse_arm
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.requests.request import SamplingParams
 
 TEXT = "In 1969, 2 people walked on the Moon;\n\tdef f(x):\n    return x + 1234.5  # naïve café 北京 🙂"
 QUESTIONS = (
@@ -36,37 +33,19 @@ QUESTIONS = (
 MAX_TOKENS = 64
 
 
-def dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """Weights of a tensor. Raises ValueError for a format that SmolLM2's file does not use."""
-    shape, data = tensor.shape[::-1], tensor.data
-    if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-        return data.reshape(shape)
-    if tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0:  # a scale, then 32 weights of 8 bits
-        blocks = data.reshape(-1, 34)
-        scale = blocks[:, :2].view(np.float16).astype(np.float32)
-        return (scale * blocks[:, 2:].view(np.int8)).reshape(shape)
-    if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_1:  # scale and offset, then 32 weights of 4 bits
-        blocks = data.reshape(-1, 20)
-        scale, offset = (blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
-        numbers = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
-        return (scale * numbers + offset).reshape(shape)
-    raise ValueError(f"{tensor.name} is of type {tensor.tensor_type.name}, which is not known here")
-
-
-def check_weights(file: Path, folder: Path) -> str:
-    """Raises ValueError naming a tensor that differs."""
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    config = json.loads((folder / "config.json").read_text())
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        expected = dequantised(tensors.pop(gguf_name(name)))
-        num_heads = heads.get(name.split(".")[-2])
-        found = to_interleaved(weight, num_heads) if num_heads else weight
-        if not np.array_equal(found, expected):
-            raise ValueError(f"{name} is not what the file holds")
-    if tensors:
-        raise ValueError(f"{len(tensors)} tensors of the file are missing, {min(tensors)} among them")
-    return "weights: equal to the file's, dequantised"
+def convert(gguf: Path, folder: Path) -> None:
+    """Raises OSError or ValueError for a file that cannot be read."""
+    place, name = str(gguf.parent), gguf.name
+    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    # The file names its pre-tokenizer `smollm`, which transformers does not know: every digit is a token.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, quantization_config=config, dtype="float32")
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def check_tokenizer(tokenizer: Any) -> str:
@@ -96,18 +75,7 @@ def by_engine(folder: Path, prompts: list[list[int]], arm: Arm) -> list[list[int
     pair = load_pair(str(folder), None, "cpu", "float32")
     config = EngineConfig(max_batch_size=len(prompts), ngram=arm != PLAIN, max_context_length=512, backend="torch")
     engine = Engine(pair, config, FixedArm(arm))
-    answers: dict[str, list[int]] = {}
-    ended = []
-
-    def take(output: SequenceOutput) -> None:
-        answers.setdefault(output.request_id, []).extend(output.token_ids)
-        ended.extend([output] if output.finish_reason else [])
-
-    for number, prompt in enumerate(prompts):
-        engine.submit(GenerationRequest(str(number), tuple(prompt), SamplingParams(max_tokens=MAX_TOKENS)), take)
-    while len(ended) < len(prompts):
-        engine.step()
-    return [answers[str(number)] for number in range(len(prompts))]
+    return generate(engine, prompts, [MAX_TOKENS] * len(prompts), sampling=SamplingParams())
 
 
 def check_answers(folder: Path, tokenizer: Any) -> str:
@@ -125,11 +93,11 @@ def check_answers(folder: Path, tokenizer: Any) -> str:
     return f"answers: the same tokens by transformers and by the engine, {MAX_TOKENS} at most\n{shown}"
 
 
-def main(file: Path, folder: Path) -> None:
+def main(gguf: Path, folder: Path) -> None:
     """Exits 1 with one sentence where a check fails."""
+    convert(gguf, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     try:
-        print(check_weights(file, folder))
         print(check_tokenizer(tokenizer))
         print(check_answers(folder, tokenizer))
     except ValueError as error:

@@ -1,1 +1,0 @@
-"""Other people's programs against a worker's HTTP front."""
