@@ -35,8 +35,8 @@ from speclen.cli.profile.show import show
 from speclen.cli.support.machine import provenance
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.profiling.profiler import ProfileSettings
 from speclen.worker.profiling.prompts import held_out_texts
-from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 

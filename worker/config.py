@@ -10,10 +10,9 @@ from speclen.records import PLAIN, Arm, parse_arm
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
-from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, draft_of
+from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused
-DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 FIXED = re.compile(r"fixed:(\d{1,2})")
 KEY_FLAG = "--api-key-file"
 
@@ -25,10 +24,6 @@ class WorkerConfig:
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting(
         "127.0.0.1:7070", "Address of the controller; several with commas, one of which is taken; empty for none."
-    )
-    controller_by: str = setting(
-        "context",
-        "Of several controllers: one for all workers of a pair and device (context), or shared out by name (worker).",
     )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
@@ -88,9 +83,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.controller_by not in ("context", "worker"):
-            raise ValueError(f"--controller-by {self.controller_by!r} is unknown: use context or worker")
-        self.check_models()
+        check_settings(self.device, self.dtype, self.backend)
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
         length = (parse_policy(self.policy) or PLAIN).speculation_length
         if length > self.max_length:
@@ -107,14 +100,6 @@ class WorkerConfig:
     @property
     def has_draft(self) -> bool:
         return self.draft not in ("", "none")
-
-    def check_models(self) -> None:
-        """Raises ValueError for an unknown backend, dtype or device."""
-        for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{flag(name)} {value!r} is not known; use {', '.join(known)}")
-        if not DEVICE.fullmatch(self.device):
-            raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:N")
 
     @property
     def may_use_ngrams(self) -> bool:

@@ -26,8 +26,8 @@ from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.launched import LaunchedStep
 from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.speculative import LaunchedStep
 from speclen.worker.engine.step_plan import StepPlan
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts

@@ -65,10 +65,7 @@ class Desk:
 
     async def learn(self, controller: str) -> None:
         """Join the controller at that address with a control client."""
-        from speclen.worker.service.assembly import card_of  # here: it imports torch
-
         client = self._client(controller=controller, worker_id="adaptive")
-        client.card = card_of(client.card, self.front.engine)
         self.client, self.connection = client, asyncio.create_task(client.run(controller))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
@@ -94,7 +91,7 @@ class Desk:
         from speclen.worker.service.assembly import make_control  # here: it imports torch
 
         engine = self.front.engine
-        return make_control(replace(self.config, **changes), engine.pair, engine.backend)
+        return make_control(replace(self.config, **changes), engine.pair, engine)
 
     def _learner(self) -> ControlClient:
         """Raises PartFailedError if the control client has ended: without it the policy does not learn."""

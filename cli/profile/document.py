@@ -15,7 +15,7 @@ from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.queries import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.stats import ProfileResult
+from speclen.worker.profiling.stats import ProfileSamples
 
 FORMAT, VERSION = "speclen-profile", 1
 
@@ -59,13 +59,13 @@ class ProfileDocument:
         )
 
 
-def from_result(context: ContextKey, result: ProfileResult, source: str, details: dict[str, Any]) -> ProfileDocument:
+def from_samples(context: ContextKey, samples: ProfileSamples, source: str, details: dict[str, Any]) -> ProfileDocument:
     """A profile that was measured just now."""
     return ProfileDocument(
         context=context,
-        profile=Profile(result.cells, result.survival, result.num_survival_rows, source=source),
+        profile=samples.result()._replace(source=source),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        details=details | {"elapsed_s": round(result.elapsed_s, 1), "largest_batch_size": result.largest_batch_size},
+        details=details | {"elapsed_s": round(samples.elapsed_s, 1), "largest_batch_size": samples.largest_batch_size},
     )
 
 

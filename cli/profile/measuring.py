@@ -9,17 +9,15 @@ from dataclasses import asdict
 
 import typer
 
-from speclen.cli.profile.document import ProfileDocument, from_result
+from speclen.cli.profile.document import ProfileDocument, from_samples
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.progress import LiveLine
 from speclen.records import ContextKey
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import EngineConfig, prepare
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.profiling.profiler import Profiler
+from speclen.worker.profiling.profiler import Profiler, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.identity import context_key
 
@@ -57,12 +55,11 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
         raise UserError(
             f"not even one sequence fits in memory ({error}): take a smaller model, or free some"
         ) from error
-    result = samples.result()
-    if not result.cells:
+    if not samples.steps:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
-    say_what_is_missing(settings, samples, len(result.cells))
+    say_what_is_missing(settings, samples, len(samples.steps))
     details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
-    return from_result(context, result, source, details)
+    return from_samples(context, samples, source, details)
 
 
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:

@@ -26,7 +26,7 @@ from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:  # what imports torch is imported where it is used, after `set_spins`
     from speclen.worker.models.loading import ModelPair
-    from speclen.worker.profiling.settings import ProfileSettings
+    from speclen.worker.profiling.profiler import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -111,7 +111,7 @@ def hand_over(document: ProfileDocument, destination: Destination) -> None:
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
     """Settings and time of the measurement."""
-    from speclen.worker.profiling.settings import ProfileSettings, quick_settings
+    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
 
     if quick:
         left = max(3.0, QUICK_S - (time.monotonic() - STARTED))

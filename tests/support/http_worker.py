@@ -21,8 +21,7 @@ from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.observing.metrics import WorkerMetrics, page_of
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
@@ -72,7 +71,7 @@ class HttpWorker:
 
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
-        rows, context = self.engine.max_batch_size, self.engine.max_context_length
+        rows, context = self.engine.limits.max_batch_size, self.engine.max_context_length
         admission = Admission(pair, context, rows, self.max_waiting)
         metrics = WorkerMetrics(
             self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting

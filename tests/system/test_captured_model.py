@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from speclen.records import StepFlag, StepRecord
-from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.pass_shape import reach
-from speclen.worker.backends.torch.prompt_blocks import MOST_BLOCKS, sizes_up_to
+from speclen.worker.backends.torch.captured_model import CapturedModel, reach
+from speclen.worker.backends.torch.prompt_blocks import SIZES
 from speclen.worker.backends.torch.recording import Recording, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from tests.support import engines
@@ -106,7 +105,7 @@ def test_passes_are_recorded_before_anybody_is_served() -> None:
 
 def num_blocks_recorded(engine: Engine) -> int:
     """Passes of prompts that both models record: where there are kernels."""
-    return 2 * len(sizes_up_to(MOST_BLOCKS)) if captured(engine.target).has_kernels else 0
+    return 2 * len(SIZES) if captured(engine.target).has_kernels else 0
 
 
 def catches_up(result: StepRecord) -> bool:

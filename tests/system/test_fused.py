@@ -123,6 +123,7 @@ def test_an_engine_with_them_puts_out_the_same(monkeypatch: pytest.MonkeyPatch) 
     expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
     monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: fused)
     monkeypatch.setattr(captured_model, "MOST_BLOCKS", 4)  # the interpreter takes seconds for 32
+    monkeypatch.setattr(captured_model, "SIZES", (1, 2, 3, 4))
     chooser = engines.RandomLengths(1, 2)
     engine = engines.make_engine(chooser=chooser, recorder=RerunRecorder(), record_ahead_s=600, **settings)
     models = [engine.target, engine.draft]

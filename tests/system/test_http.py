@@ -179,7 +179,8 @@ def test_chat(worker, client):
 
 def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large(client, monkeypatch):
     """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
-    monkeypatch.setattr("speclen.worker.http.translate.MAX_ANSWER_LOGPROBS", 100)
+    for module in ("http.translate", "requests.validation"):
+        monkeypatch.setattr(f"speclen.worker.{module}.MAX_ANSWER_LOGPROBS", 100)
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
     chat = client.chat.completions.create(n=2, extra_body={"ignore_eos": True}, **asked)
     assert [len(choice.logprobs.content) for choice in chat.choices] == [10, 10]

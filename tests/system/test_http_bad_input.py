@@ -39,7 +39,7 @@ def worker():
         ({"prompt": ["a"] * 65}, 400, "prompt", ""),
         ({"prompt": [3, tiny_models.VOCAB_SIZE]}, 400, "prompt", str(tiny_models.VOCAB_SIZE)),
         ({"prompt": [-1]}, 400, "prompt", ""),
-        ({"prompt": "half \ud800"}, 400, "prompt", "surrogate"),
+        ({"prompt": "half \ud800"}, 400, None, "not valid JSON"),
         ({"prompt": "a", "model": "gpt-9"}, 404, "model", "gpt-9"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "integer"),

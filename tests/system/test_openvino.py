@@ -18,11 +18,12 @@ import torch
 
 from speclen.worker.backends import openvino, threads
 from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import no_room
+from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 from speclen.worker.service import assembly
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"O
 
 def load(model: Any, dtype: torch.dtype) -> Any:
     layers = inspect_layers(private_copy(model), "model")
-    return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)
+    return openvino.load(model, BlockPool(layers, 2, 256, dtype), 256)
 
 
 def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **settings: Any) -> str:
@@ -97,11 +98,11 @@ def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
 
 
 def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(num_bytes: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
+    def reserve(*sizes: int) -> None:
+        raise no_room(*sizes)
 
     blocks = pytest.importorskip("speclen.worker.backends.openvino.blocks")
-    monkeypatch.setattr(blocks, "reserve", no_room)
+    monkeypatch.setattr(blocks, "reserve", reserve)
     assert re.search(r"2 rows of \d+ tokens need .* GiB of KV, which cannot be had: lower", fallen_back(caplog))
 
 

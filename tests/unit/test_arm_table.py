@@ -4,8 +4,7 @@ import pytest
 
 from speclen.records import PLAIN, Arm, Choice, Limits, ProfileCell
 from speclen.worker.profiling.file import table_from_profile
-from speclen.worker.reporting.steadiness import CONTRARY_STEPS, SteadyDrafts
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.reporting.table import CONTRARY_STEPS, ArmTable, SteadyDrafts
 
 LIMITS = Limits(16, 8)
 

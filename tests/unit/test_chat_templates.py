@@ -30,7 +30,8 @@ SYSTEM_AND_USER = [{"role": "system", "content": "Be short."}, {"role": "user", 
 
 def prompt(template: str, *messages: dict[str, Any], **extra: Any) -> str:
     conversation = [to_dict(Message.model_validate(message)) for message in messages]
-    return render(tiny_models.tokenizer(), conversation, template, False, extra)
+    options = {"chat_template": template, "add_generation_prompt": False}
+    return render(tiny_models.tokenizer(), options, extra, conversation)
 
 
 @pytest.mark.parametrize("template", [STRINGS, PARTS, MIXED, CONCATENATING, KNOWN_ROLES])

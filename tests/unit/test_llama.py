@@ -13,8 +13,7 @@ from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.llama import LlamaDecoder, rewrite
 from speclen.worker.backends.torch.packed_linear import private_copy
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import EngineConfig, prepare
 from tests.support import tiny_models
 from tests.support.engines import make_pair
 

@@ -12,8 +12,7 @@ import torch
 import speclen.worker.engine.preparation
 from speclen.worker.backends import openvino
 from speclen.worker.backends.torch.packed_linear import PackedLinear
-from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import fit_rows, prepare
+from speclen.worker.engine.preparation import EngineConfig, fit_rows, prepare
 from speclen.worker.models.naming import ModelError
 from tests.support import engines, tiny_models
 

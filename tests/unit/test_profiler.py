@@ -13,9 +13,8 @@ import speclen.worker.profiling.profiler
 from speclen.worker.backends.passes import StepRows
 from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import Profiler
+from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_settings
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
 from speclen.worker.profiling.stats import ProfileSamples, measured_cell, survival
 from tests.support import tiny_models
 

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
 from tests.support.worker_page import worker_metrics
 

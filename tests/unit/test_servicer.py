@@ -209,7 +209,7 @@ async def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted
 
     async with served() as at:
         with monkeypatch.context() as broken, capture_logs() as logs:
-            broken.setattr("speclen.worker.service.servicer.SequenceMessages", fail)
+            broken.setattr("speclen.worker.service.servicer.by_sequence", fail)
             said = await at.fails(tokenized(1))
         assert said == ("INTERNAL", "the worker failed to answer; its log says why")
         (told,) = [line for line in logs if line["log_level"] == "error"]

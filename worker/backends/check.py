@@ -8,6 +8,7 @@ in pieces, with the model's own plain forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.models.naming import ModelError
-from speclen.worker.models.source import refuse_latent_attention
 
 PROBE = "speclen_probe"
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -36,35 +36,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 class _Call:
     """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see."""
 
+    layer: int
     key_shape: torch.Size
     value_shape: torch.Size
     sliding_window: int | None
-    others: frozenset[str]
+    has_bias: bool
     num_visible: int | None
-
-
-class _Recorder:
-    """Attention function that records its arguments by layer."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, _Call] = {}
-        self.num_calls = 0
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        self.num_calls += 1
-        others = {name for name, option in options.items() if option is not None and name == "position_bias"}
-        self.calls[getattr(module, "layer_idx", -1)] = _Call(
-            key.shape, value.shape, options.get("sliding_window"), frozenset(others), _num_visible(attention_mask)
-        )
-        return query.transpose(1, 2), None
 
 
 def _num_visible(mask: torch.Tensor | None) -> int | None:
@@ -84,8 +61,15 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     """
     config = model.config.get_text_config()
     _check_config(config, name)
-    recorder = _Recorder()
-    AttentionInterface.register(PROBE, recorder)
+    calls: list[_Call] = []
+
+    def record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> tuple[Any, None]:
+        layer, has_bias = getattr(module, "layer_idx", -1), options.get("position_bias") is not None
+        window, num_visible = options.get("sliding_window"), _num_visible(attention_mask)
+        calls.append(_Call(layer, key.shape, value.shape, window, has_bias, num_visible))
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register(PROBE, record)
     AttentionMaskInterface.register(PROBE, eager_mask)
     model.set_attn_implementation(PROBE)
     device = next(model.parameters()).device
@@ -100,12 +84,10 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
         ) from error
     finally:
         install(model)
-    _check_calls(recorder, config, name)
-    _check_masks(recorder, config, name, num_tokens)
-    return [
-        LayerShape(call.key_shape[1], call.key_shape[3], call.sliding_window)
-        for _, call in sorted(recorder.calls.items())
-    ]
+    calls.sort(key=lambda call: call.layer)
+    _check_calls(calls, config, name)
+    _check_masks(calls, config, name, num_tokens)
+    return [LayerShape(call.key_shape[1], call.key_shape[3], call.sliding_window) for call in calls]
 
 
 def _sharing(config: Any) -> str:
@@ -121,9 +103,6 @@ def first_line(error: Exception) -> str:
 
 
 def _check_config(config: Any, name: str) -> None:
-    refuse_latent_attention(config, name)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; speclen runs decoder-only models")
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     if unknown:
         raise ModelError(
@@ -140,29 +119,27 @@ def _check_config(config: Any, name: str) -> None:
         )
 
 
-def _check_calls(recorder: _Recorder, config: Any, name: str) -> None:
+def _check_calls(calls: Sequence[_Call], config: Any, name: str) -> None:
     num_layers = config.num_hidden_layers
-    if set(recorder.calls) != set(range(num_layers)) or recorder.num_calls != num_layers:
+    if [call.layer for call in calls] != list(range(num_layers)):
         raise ModelError(
-            f"{name}: {recorder.num_calls} attention calls for {num_layers} layers of {config.model_type}: its attention "
+            f"{name}: {len(calls)} attention calls for {num_layers} layers of {config.model_type}: its attention "
             "does not go through transformers' AttentionInterface, so rows of different lengths would be wrong"
         )
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind == "sliding_attention" and recorder.calls[index].sliding_window is None:
+        if kind == "sliding_attention" and calls[index].sliding_window is None:
             raise ModelError(f"{name}: layer {index} of {config.model_type} does not say how long its window is")
-    for index, call in recorder.calls.items():
+    for index, call in enumerate(calls):
         if call.key_shape != call.value_shape:
             raise ModelError(f"{name}: keys and values of layer {index} have different shapes, which is not supported")
-        if call.others:
-            extras = ", ".join(sorted(call.others))
-            raise ModelError(
-                f"{name}: layer {index} of {config.model_type} attends with {extras}, which is not supported"
-            )
+        if call.has_bias:
+            kind = config.model_type
+            raise ModelError(f"{name}: layer {index} of {kind} attends with position_bias, which is not supported")
 
 
-def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -> None:
+def _check_masks(calls: Sequence[_Call], config: Any, name: str, num_tokens: int) -> None:
     """Raises ModelError unless the model masks by exactly the windows that its layers hand to attention."""
-    for index, call in recorder.calls.items():
+    for index, call in enumerate(calls):
         expected = min(num_tokens, call.sliding_window or num_tokens)
         if call.num_visible not in (None, expected):
             raise ModelError(

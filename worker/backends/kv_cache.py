@@ -86,18 +86,13 @@ class KVPool:
         self.layers = [layer for layers in self._alike for layer in layers]
 
     def _allocate(self, num_elements: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-        num_bytes = num_elements * self.dtype.itemsize
-        problem = (
-            f"{self.num_rows} rows of {self.max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV on {self.device}, "
-            "which cannot be had: lower the batch size or the context length"
-        )
+        if self.device.type == "cpu" and sys.platform.startswith("linux"):
+            mapping = reserve(num_elements * self.dtype.itemsize, self.num_rows, self.max_length)
+            return torch.frombuffer(mapping, dtype=self.dtype), mapping
         try:
-            if self.device.type != "cpu" or not sys.platform.startswith("linux"):
-                return torch.zeros(num_elements, dtype=self.dtype, device=self.device), None
-            mapping = reserve(num_bytes)
-        except (OSError, RuntimeError, OverflowError) as error:
-            raise MemoryError(problem) from error
-        return torch.frombuffer(mapping, dtype=self.dtype), mapping
+            return torch.zeros(num_elements, dtype=self.dtype, device=self.device), None
+        except RuntimeError as error:
+            raise no_room(num_elements * self.dtype.itemsize, self.num_rows, self.max_length) from error
 
     def note_written(self, row: int, length: int) -> None:
         """Note that tokens 0..length-1 of a row were written, rejected ones included."""
@@ -173,12 +168,22 @@ class KVPool:
         return int((-(-self._touched // unit) * unit).sum()) * self.bytes_per_token
 
 
-def reserve(num_bytes: int) -> mmap.mmap:
-    """Addresses alone, on Linux: pages come when they are written to. Raises OSError or OverflowError."""
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+def reserve(num_bytes: int, num_rows: int, max_length: int) -> mmap.mmap:
+    """Addresses alone, on Linux: pages come when they are written to. Raises MemoryError, with a sentence."""
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except (OSError, OverflowError) as error:
+        raise no_room(num_bytes, num_rows, max_length) from error
     with contextlib.suppress(OSError):  # The kernel may have no huge pages.
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return mapping
+
+
+def no_room(num_bytes: int, num_rows: int, max_length: int) -> MemoryError:
+    return MemoryError(
+        f"{num_rows} rows of {max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV, which cannot be had: lower the "
+        "batch size or the context length"
+    )
 
 
 def free_memory(device: torch.device) -> int:

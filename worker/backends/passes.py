@@ -47,11 +47,9 @@ class StepRows:
 
     def first_rows(self, num_rows: int) -> StepRows:
         """The first rows alone."""
-        return (
-            self
-            if num_rows == self.num_rows
-            else StepRows(self.starts[:num_rows], self.num_columns, self.device, self.first_row)
-        )
+        if num_rows == self.num_rows:
+            return self
+        return StepRows(self.starts[:num_rows], self.num_columns, self.device, self.first_row)
 
 
 @dataclass(frozen=True, slots=True)

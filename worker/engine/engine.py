@@ -24,13 +24,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from speclen.records import PLAIN, Arm, Limits, StepRecord
+from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
-from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.execution import StepExecutor
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.outbox import Outbox, Totals, describe
-from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_proposals
 from speclen.worker.engine.step_runner import StepRunner
@@ -38,7 +37,7 @@ from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import EngineFailedError, GenerationRequest
-from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
+from speclen.worker.requests.sequence import OnOutput, SequenceState, SharedPrompt
 from speclen.worker.requests.validation import check_request
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
@@ -78,14 +77,12 @@ class Engine:
         prepared = prepared or prepare(pair, config)
         self.backend = prepared.backend
         self.target, self.draft = prepared.target, prepared.draft
-        self.max_batch_size = prepared.max_batch_size
+        self.limits = prepared.limits
         self.max_context_length = prepared.max_context_length
-        longest = config.max_speculation_length if self.draft is not None else 0
-        self.limits = Limits(prepared.max_batch_size, longest, config.ngram)
         self.scheduler = Scheduler(
             self.target.pool,
             self.draft.pool if self.draft is not None else None,
-            prepared.max_batch_size,
+            prepared.limits.max_batch_size,
             prepared.max_kv_tokens,
             slack=config.max_proposed_tokens,
             vocab_size=pair.vocab_size,
@@ -118,14 +115,18 @@ class Engine:
 
         on_output is called from the engine's thread and must not block.
         """
-        for sequence in make_sequences(
-            request,
-            on_output,
-            decode=self._decode_text[not request.sampling.include_special_tokens],
-            eos_token_ids=self.pair.eos_token_ids,
-            max_context_length=self.max_context_length,
-            draft_context_length=0 if self.draft is None else self.draft.max_context_length,
-        ):
+        shared = SharedPrompt() if request.sampling.n > 1 else None
+        for index in range(request.sampling.n):
+            sequence = SequenceState(
+                request,
+                index,
+                on_output,
+                decode=self._decode_text[not request.sampling.include_special_tokens],
+                eos_token_ids=self.pair.eos_token_ids,
+                max_context_length=self.max_context_length,
+                draft_context_length=0 if self.draft is None else self.draft.max_context_length,
+                shared=shared,
+            )
             self.scheduler.check_fits(sequence)
             yield sequence
 

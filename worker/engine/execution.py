@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from speclen.records import OutputEvaluation, StepRecord
 from speclen.worker.engine.outbox import Outbox
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens
+from speclen.worker.engine.speculative import LaunchedStep
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan
 from speclen.worker.engine.step_runner import StepRunner
 from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.requests.request import TokenLogprobs
@@ -39,10 +40,10 @@ class StepExecutor:
         try:
             step = self._runner.launch(plan)
             self._outbox.deliver()  # tokens of the step before, while the device runs this one
-            tokens = self._runner.read(step)
+            self._runner.read(step)
         except Exception as error:
             return self._run_apart(plan, started, error)
-        return self._commit(plan, tokens, started, evaluates)
+        return self._commit(step, started, evaluates)
 
     def _run_apart(self, plan: StepPlan, started: float, error: Exception) -> StepRecord | None:
         failed = f"{len(plan.rows)} rows and {len(plan.chunks)} prompts"
@@ -59,11 +60,12 @@ class StepExecutor:
         self.end(plan.sequences, error)
         return None
 
-    def _commit(self, plan: StepPlan, tokens: StepTokens, started: float, evaluates: bool) -> StepRecord | None:
-        """Hand out the tokens of a step, and settle the rows."""
+    def _commit(self, step: LaunchedStep, started: float, evaluates: bool) -> StepRecord | None:
+        """Hand out the tokens of a step that was read, and settle the rows."""
+        plan = step.plan
         context = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_ngrams)
-        new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
+        new = zip(plan.sequences, step.ids, step.logprobs, strict=True)
         accepted = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
         if self._outbox.holds_back and not self._launches_next():
             self._outbox.deliver()
@@ -76,19 +78,18 @@ class StepExecutor:
         if not plan.rows:
             return None
         latency_s = time.perf_counter() - started - aside_s
-        return self._record(plan, tokens, accepted[: len(plan.rows)], context, latency_s, evaluations)
+        return self._record(step, accepted[: len(plan.rows)], context, latency_s, evaluations)
 
     def _record(
         self,
-        plan: StepPlan,
-        tokens: StepTokens,
+        step: LaunchedStep,
         accepted: list[int],
         mean_context_length: float,
         latency_s: float,
         evaluations: tuple[OutputEvaluation, ...],
     ) -> StepRecord:
         """accepted: accepted tokens by row. latency_s: of the step without evaluations."""
-        draft_prefill_s, self._draft_prefill_s = self._draft_prefill_s, 0.0
+        plan, draft_prefill_s, self._draft_prefill_s = step.plan, self._draft_prefill_s, 0.0
         return StepRecord(
             seq=0,
             batch_size=len(plan.rows),
@@ -97,7 +98,7 @@ class StepExecutor:
             accepted_histogram=plan.histogram(accepted),
             mean_context_length=mean_context_length,
             decision_version=plan.choice.decision_version,
-            flags=frozenset(tokens.flags | plan.flags),
+            flags=frozenset(step.flags),
             probe_id=plan.choice.probe_id,
             class_histograms=plan.class_histograms(accepted),
             num_drafted_sequences=len(plan.rows) - plan.draft_lengths.count(0),

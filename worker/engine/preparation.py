@@ -11,26 +11,25 @@ from typing import Any
 
 import torch
 
+from speclen.records import NGRAM_MAX_TOKENS, Limits
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
+from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.passes import PassModel, padded_width
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.llama import rewrite
-from speclen.worker.backends.torch.packed_linear import num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.torch.packed_linear import pack_linears, private_copy
 from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
-from speclen.worker.engine.config import EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.models.naming import BACKENDS, ModelError
+from speclen.worker.models.naming import ModelError, check_settings
 from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
-# Share of the free memory that keys and values may take. A GPU's pools are allocated in full, and passes need room too.
-GPU_POOL_SHARE = 0.8
-CPU_POOL_SHARE = 0.5
+POOL_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory that keys and values may take
 # Queries and logits per row of the draft's passes: it lacks one token, or two after a fully accepted draft.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
 # Tokens of the longest row in the check of kernels, which read at most 128 keys at once. Triton's interpreter is slow.
@@ -40,15 +39,40 @@ LEAST_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine. Every default works. backend: one of `naming.BACKENDS`."""
+
+    max_batch_size: int = 32  # sequences, decoding and prefilling
+    max_speculation_length: int = 8  # draft tokens per row and step, at most
+    ngram: bool = False  # arms may have n-grams
+    max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
+    max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
+    max_cached_tokens: int = 8192  # of the prefix cache; OpenVINO only
+    prefill_chunk: int = 256  # prompt tokens per step: bounds the delay of decoding sequences
+    seed: int | None = None  # of requests without a seed; None: random
+    backend: str = "auto"  # OpenVINO where it is installed and runs the models exactly, else torch
+    check_models: bool = True  # compare each model with its plain forward before serving
+    max_recordings: int = 256  # CUDA graphs kept on a GPU, the least recently used is evicted; 0: none
+    record_ahead_s: float = 30.0  # for capturing graphs at the start, at most
+
+    @property
+    def max_proposed_tokens(self) -> int:
+        """Tokens per row and step that may be rejected: places that a row needs beyond its own."""
+        if not self.ngram:
+            return self.max_speculation_length
+        return padded_width(max(self.max_speculation_length, NGRAM_MAX_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedPair:
     """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
 
-    max_batch_size, max_context_length: as configured, or less to fit. backend: name and version.
+    limits, max_context_length: as configured, or less to fit. backend: name and version.
     """
 
     target: PassModel
     draft: PassModel | None
-    max_batch_size: int
+    limits: Limits
     max_context_length: int
     max_kv_tokens: int
     backend: str
@@ -74,22 +98,27 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
     """
-    if config.backend not in BACKENDS:
-        raise ModelError(f"--backend {config.backend!r} is not known; use {', '.join(BACKENDS)}")
+    check_settings(backend=config.backend)
     named = [_named(pair.target, pair.target_name, pair.max_context_length)]
     if pair.draft is not None and config.max_speculation_length:
         named.append(_named(pair.draft, pair.draft_name, pair.draft_context_length or pair.max_context_length))
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
-    num_rows, context = _rows_and_context(pair, config, bytes_per_token)
+    # Tokens of KV in memory. A GPU's pools are allocated in full, and passes need room too.
+    budget = int(POOL_SHARE[pair.device.type] * free_memory(pair.device)) // bytes_per_token
+    num_rows, context = _rows_and_context(pair, config, budget, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
     named = [replace(one, context=min(context, one.context)) for one in named]
-    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
+    kv_tokens = num_rows * (context + config.max_proposed_tokens)
+    if config.max_kv_tokens is not None or pair.device.type == "cpu":
+        kv_tokens = min(kv_tokens, budget if config.max_kv_tokens is None else config.max_kv_tokens)
     models = None
     if config.backend != "torch" and recorder is None:
         models, backend = _on_openvino(named, config, pair), f"openvino {openvino.installed_version()}"
     if models is None:
         models, backend = _on_torch(named, config, pair, recorder), f"torch {version('torch')}"
-    return PreparedPair(models[0], models[1] if len(models) == 2 else None, num_rows, context, kv_tokens, backend)
+    draft = models[1] if len(models) == 2 else None
+    limits = Limits(num_rows, config.max_speculation_length if draft is not None else 0, config.ngram)
+    return PreparedPair(models[0], draft, limits, context, kv_tokens, backend)
 
 
 def _named(model: Any, name: str, context: int) -> _Named:
@@ -124,17 +153,10 @@ def _last_line(error: Exception) -> str:
 
 
 def _load_openvino(one: _Named, config: EngineConfig, pair: ModelPair) -> PassModel:
+    row_length = one.context + config.max_proposed_tokens
+    pool = BlockPool(one.layers, config.max_batch_size, row_length, pair.dtype, config.max_cached_tokens)
     with quiet_transformers():
-        model = openvino.load(
-            one.model,
-            one.layers,
-            config.max_batch_size,
-            one.context + config.max_proposed_tokens,
-            one.context,
-            pair.dtype,
-            torch.get_num_threads(),
-            config.max_cached_tokens,
-        )
+        model = openvino.load(one.model, pool, one.context)
     if config.check_models:
         check_model(model, one.model, one.name)
     return model
@@ -187,7 +209,8 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     install(model)
 
     def checked(ours: Any) -> CachedModel:
-        cached = CachedModel(_pack(ours), pool, one.context)
+        pack_linears(ours, free_memory(pool.device) // 4)
+        cached = CachedModel(ours, pool, one.context)
         if config.check_models:
             check_model(cached, one.model, one.name)
         return cached
@@ -199,13 +222,6 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     except Exception as error:  # Another version of transformers may differ; its own operators still work.
         log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
-
-
-def _pack(model: Any) -> Any:
-    """The model with weights packed for the CPU, if memory allows."""
-    if num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
-        pack_linears(model)
-    return model
 
 
 def _make_pool(one: _Named, config: EngineConfig, pair: ModelPair) -> KVPool:
@@ -224,33 +240,24 @@ def _spare_tokens(config: EngineConfig) -> int:
     return max(2, config.max_proposed_tokens + 1)
 
 
-def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
-    """Rows and tokens per row, reduced to fit the memory."""
+def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_per_token: int) -> tuple[int, int]:
+    """Rows and tokens per row, reduced to fit the memory. budget: tokens of KV in memory."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
-    spare = config.max_proposed_tokens + _spare_tokens(config)
+    spare, gib = config.max_proposed_tokens + _spare_tokens(config), budget * bytes_per_token / 2**30
     if pair.device.type == "cpu":
-        return wanted[0], _context_on_cpu(wanted[1], free_memory(pair.device), bytes_per_token, spare)
-    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
-    least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
-    fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
-    if not fitting[0]:
-        raise ModelError(
-            f"a single row of {least} tokens needs more than the {budget / 2**30:.1f} GiB left on {pair.device}: use a "
-            "smaller model or another device"
-        )
+        # The kernel allocates pages when they are written, so that rows share the memory.
+        fitting = wanted[0], min(wanted[1], max(LEAST_CONTEXT, budget - spare))
+    else:
+        least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
+        fitting = fit_rows(*wanted, least, spare, budget)
+        if not fitting[0]:
+            raise ModelError(
+                f"a single row of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: use a smaller "
+                "model or another device"
+            )
     if fitting != wanted:
-        log.warning(
-            "%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d",
-            *(budget / 2**30, pair.device, *fitting, *wanted),
-        )
-    return fitting
-
-
-def _context_on_cpu(wanted: int, free: int, bytes_per_token: int, spare: int) -> int:
-    """Tokens per row: the kernel allocates pages when they are written, so that rows share the memory."""
-    fitting = min(wanted, max(LEAST_CONTEXT, int(CPU_POOL_SHARE * free) // bytes_per_token - spare))
-    if fitting < wanted:
-        log.warning("%.1f GiB are free: sequences may hold %d tokens, not %d", free / 2**30, fitting, wanted)
+        sizes = *fitting, *wanted
+        log.warning("%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d", gib, pair.device, *sizes)
     return fitting
 
 
@@ -263,12 +270,3 @@ def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budg
     if fitting >= least_tokens:
         return num_rows, fitting
     return budget // (least_tokens + spare), least_tokens
-
-
-def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:
-    """Tokens of all rows together, at most `rows_tokens`."""
-    if config.max_kv_tokens is not None:
-        return min(rows_tokens, config.max_kv_tokens)
-    if device.type != "cpu":
-        return rows_tokens
-    return min(rows_tokens, int(CPU_POOL_SHARE * free_memory(device)) // bytes_per_token)

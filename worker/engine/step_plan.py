@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
-from speclen.records import PLAIN, Arm, StepFlag
+from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.engine.proposals import propose_ngrams
-from speclen.worker.engine.speculative import StepBatch
-from speclen.worker.models.upload import upload
-from speclen.worker.requests.request import TokenLogprobs
+from speclen.worker.drafting.ngrams import NgramIndex
 from speclen.worker.requests.sequence import SequenceState
+
+# Tokens of prompts indexed in a step, over all sequences: half a millisecond. New output comes on top.
+INDEXED_PER_STEP = 256
+MOST_NEW = 128  # bound on tokens that a sequence generates in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,8 @@ class StepPlan:
     def apart(self) -> list[StepPlan]:
         """The same work in several plans: the rows, then every prompt by itself."""
         decoding = [replace(self, chunks=[])] if self.rows else []
-        return decoding + [prefill_plan(chunk) for chunk in self.chunks]
+        alone = StepPlan([], 0, ArmChoice(PLAIN), Proposals.none(0), [], prefilled=True)
+        return decoding + [replace(alone, chunks=[chunk]) for chunk in self.chunks]
 
     def plainly(self) -> StepPlan:
         """The same rows and prompts without proposals."""
@@ -156,24 +157,6 @@ class StepPlan:
         return tuple(
             (int(kind), self.histogram([number for number, of in both if of == kind])) for kind in sorted(set(classes))
         )
-
-
-@dataclass(slots=True)
-class StepTokens:
-    """New tokens of each of the plan's sequences, in its order; None where a prompt goes on.
-
-    Empty where the logits are NaN or infinite. logprobs: likewise, None where not wanted. flags: reasons for which the step
-    is no usable sample.
-    """
-
-    ids: list[list[int] | None] = field(default_factory=list)
-    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
-    flags: set[StepFlag] = field(default_factory=set)
-
-
-def prefill_plan(chunk: PromptChunk) -> StepPlan:
-    """A plan of one prompt chunk."""
-    return StepPlan([], 0, ArmChoice(PLAIN), Proposals.none(0), [chunk], True)
 
 
 def plan_proposals(
@@ -234,15 +217,35 @@ def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[Promp
     return chunks
 
 
-def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
-    """Tensors of the plan's rows. width: last tokens of each row that the draft processes."""
-    batch = StepBatch(
-        num_tokens=np.array([len(row.tokens) for row in plan.rows]),
-        recent_ids=upload(np.array([row.tokens[-width:] for row in plan.rows]), device),
-        num_drafting=plan.num_drafting,
-        caps=None if plan.is_even and not plan.has_ngrams else upload(np.array(plan.num_proposed), device),
-    )
-    if plan.has_ngrams:
-        batch.ngrams = upload(plan.ngram_table(padded_width(max(plan.num_proposed))), device)
-        batch.matched = upload(np.array(plan.num_ngrams) > 0, device)
-    return batch
+def propose_ngrams(
+    rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], max_context_length: int
+) -> list[list[int]]:
+    """N-gram tokens of each row, none without a match. prefilling: sequences whose prompts are indexed ahead.
+
+    A sequence proposes once all of its tokens are indexed, which takes several steps for long prompts.
+    """
+    budget = INDEXED_PER_STEP
+    for row in rows:
+        budget -= _index(row, budget)
+    for row in prefilling:
+        if budget > 0:
+            budget -= _index(row, budget)
+    return [_propose(row, max_context_length) for row in rows]
+
+
+def _propose(row: SequenceState, max_context_length: int) -> list[int]:
+    index, most = row.ngram_index, min(NGRAM_MAX_TOKENS, row.room(max_context_length))
+    if not row.may_use_ngrams or index is None or index.num_indexed < len(row.tokens) or most <= 0:
+        return []
+    return index.propose(most)
+
+
+def _index(row: SequenceState, budget: int) -> int:
+    """Extend the row's index; returns the part of the budget that this took."""
+    if not row.may_use_ngrams:
+        return 0
+    index = row.ngram_index = row.ngram_index or NgramIndex()
+    if len(row.tokens) - index.num_indexed <= MOST_NEW:
+        index.extend(row.tokens, MOST_NEW)
+        return 0
+    return index.extend(row.tokens, max(0, budget))

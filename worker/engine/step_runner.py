@@ -13,10 +13,15 @@ import torch
 
 from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
-from speclen.worker.engine.launched import Decided, LaunchedStep
-from speclen.worker.engine.ragged_step import ragged_step
-from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, speculative_step
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
+from speclen.worker.engine.speculative import (
+    Decided,
+    LaunchedStep,
+    host_models,
+    host_step,
+    ragged_step,
+    speculative_step,
+)
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan
 from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
@@ -53,7 +58,7 @@ class StepRunner:
 
         If this or `read` fails, any part of the plan can be launched again: only the draft's lengths have changed.
         """
-        step, prompts = LaunchedStep(plan), self._prompt_parts(plan.chunks)
+        step, prompts = LaunchedStep(plan, plan.flags), self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(step, prompts) if plan.rows else self.target.forward(prompts)
         fed = zip(plan.chunks, prompt_logits, strict=True)
         completed = [(chunk.sequence, logits) for chunk, logits in fed if chunk.completes_prompt]
@@ -64,10 +69,18 @@ class StepRunner:
             step.decided.append(self._first_tokens(completed))
         return step
 
-    def read(self, step: LaunchedStep) -> StepTokens:
-        """The tokens of the last launched step, as soon as the device is done."""
-        self._note_held(step.plan, tokens := step.read())
-        return tokens
+    def read(self, step: LaunchedStep) -> None:
+        """Read the last launched step, as soon as the device is done, and update the lengths in the pools."""
+        step.read()
+        plan, is_ragged = step.plan, self._is_ragged(step.plan)
+        for at, (row, length) in enumerate(zip(plan.rows, plan.draft_lengths, strict=True)):
+            # All tokens but the pending one, which is the last new one.
+            num_fed, num_new = len(row.tokens) - 1, len(step.ids[at] or ())
+            row.target_length = num_fed + num_new
+            if length:
+                row.draft_length = num_fed + min(num_new, length if is_ragged else plan.draft_length)
+        for chunk in plan.chunks:
+            chunk.sequence.target_length = chunk.end
 
     def feed_draft_prompts(self, chunks: Sequence[PromptChunk], meanwhile: Callable[[], None]) -> float:
         """Prefill the draft model with the step's prompts; returns the seconds that took.
@@ -76,12 +89,27 @@ class StepRunner:
         draft catches up on its next use.
         """
         ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
-        return self._timed(lambda: self._feed_up_to(ends), meanwhile) if ends else 0.0
+        if not ends:
+            return 0.0
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            self._feed_up_to(ends)
+            took_s = time.perf_counter() - started
+            meanwhile()
+            return took_s
+        # The time on the device, without that of the work before.
+        stream = torch.cuda.current_stream(self._device)
+        start = stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._feed_up_to(ends)
+        end = stream.record_event(torch.cuda.Event(enable_timing=True))
+        meanwhile()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState | None
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Copy the shared prompt from `source`; returns the token that follows it, as in StepTokens.
+        """Copy the shared prompt from `source`; returns the token that follows it, and its log probabilities.
 
         source: None where that token is the last one, which needs only the logits after the prompt.
         """
@@ -97,17 +125,6 @@ class StepRunner:
         ((ids,), (logprobs,)) = self._first_tokens([(sequence, sequence.shared.logits)]).read()
         return ids, logprobs
 
-    def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
-        """Update the lengths in the pools: all tokens but the pending one, which is the last new one."""
-        is_ragged = self._is_ragged(plan)
-        for at, (row, length) in enumerate(zip(plan.rows, plan.draft_lengths, strict=True)):
-            num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at] or ())
-            row.target_length = num_fed + num_new
-            if length:
-                row.draft_length = num_fed + min(num_new, length if is_ragged else plan.draft_length)
-        for chunk in plan.chunks:
-            chunk.sequence.target_length = chunk.end
-
     # Decoding.
 
     def _decode(self, step: LaunchedStep, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
@@ -119,14 +136,22 @@ class StepRunner:
         if self._speculating and not speculated:
             for row in plan.rows:
                 row.draft_due = len(row.tokens) - 1
+        rule, ragged, width = self._step_rule(plan), self._is_ragged(plan), 1
+        if ragged:
+            self._catch_up_ragged(plan, flags)
+        elif plan.draft_length:
+            width = self._catch_up(plan, flags)
         prompt_logits: list[torch.Tensor] = []
-        ragged = self._is_ragged(plan)
-        rule = self._step_rule(plan)
-        if not (prompts or ragged) and isinstance(rule, HostRule) and self._fits_host(plan):
-            decided = Decided(plan.rows, *self._host_step(plan, flags, rule))
+        wants_logits = prompts or any(row.request.sampling.logprobs is not None for row in plan.rows)
+        if self._hosts is not None and isinstance(rule, HostRule) and not (ragged or wants_logits):
+            decided = Decided(plan.rows, *host_step(*self._hosts, plan, width, rule))
         else:
-            take = self._ragged_step if ragged else self._even_step
-            num_accepted, ids, logits, prompt_logits = take(plan, prompts, flags, rule)
+            found = (
+                ragged_step(self.target, self.draft, plan, rule, prompts)
+                if ragged
+                else speculative_step(self.target, self.draft, plan, width, rule, prompts)
+            )
+            num_accepted, ids, logits, prompt_logits = found
             decided = Decided(plan.rows, num_accepted, ids, logits)
         step.decided.append(decided)
         if self._changes_arm(plan):
@@ -152,39 +177,6 @@ class StepRunner:
         """True if rows propose different numbers of tokens, and the models take these as they are."""
         return self.target.ragged and (plan.has_ngrams or not plan.is_even)
 
-    def _fits_host(self, plan: StepPlan) -> bool:
-        """True if `host_step` can run the plan, which is not ragged."""
-        even = self._hosts is not None and plan.is_even and not plan.has_ngrams
-        return even and all(row.request.sampling.logprobs is None for row in plan.rows)
-
-    def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> tuple[np.ndarray, np.ndarray]:
-        """StepOutcome's num_accepted and tokens."""
-        assert self._hosts is not None
-        width = self._catch_up(plan, flags) if plan.draft_length else 1
-        num_tokens = np.array([len(row.tokens) for row in plan.rows])
-        recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        return host_step(*self._hosts, num_tokens, recent_ids, plan.draft_length, rule)
-
-    def _even_step(
-        self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
-    ) -> StepOutcome:
-        """A step whose rows propose the same number of tokens, or are padded to it."""
-        length = plan.draft_length
-        width = self._catch_up(plan, flags) if length else 1
-        batch = make_batch(plan, width, self._device)
-        return speculative_step(self.target, self.draft, batch, length, rule, prompts)
-
-    def _ragged_step(
-        self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
-    ) -> StepOutcome:
-        """A step whose rows propose different numbers of tokens."""
-        drafting = plan.drafting
-        behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
-        if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
-            self._flag_catch_up(plan, drafting, flags)
-            self._feed_missing(drafting)
-        return ragged_step(self.target, self.draft, plan, rule, prompts)
-
     def _num_first_uses(self) -> int:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
@@ -202,6 +194,14 @@ class StepRunner:
             return 1 + behind
         self._feed_missing(drafting)
         return 1
+
+    def _catch_up_ragged(self, plan: StepPlan, flags: set[StepFlag]) -> None:
+        """Let the draft catch up if it lacks too many tokens for the first pass of the step."""
+        drafting = plan.drafting
+        behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
+        if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
+            self._flag_catch_up(plan, drafting, flags)
+            self._feed_missing(drafting)
 
     def _flag_catch_up(self, plan: StepPlan, drafting: Sequence[SequenceState], flags: set[StepFlag]) -> None:
         """Flag a step that catches up, unless its arm always does.
@@ -233,22 +233,6 @@ class StepRunner:
 
     def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
-
-    def _timed(self, work: Callable[[], None], meanwhile: Callable[[], None]) -> float:
-        """Seconds that the device takes for some work, without what it was given before."""
-        if self._device.type != "cuda":
-            started = time.perf_counter()
-            work()
-            took_s = time.perf_counter() - started
-            meanwhile()
-            return took_s
-        stream = torch.cuda.current_stream(self._device)
-        start = stream.record_event(torch.cuda.Event(enable_timing=True))
-        work()
-        end = stream.record_event(torch.cuda.Event(enable_timing=True))
-        meanwhile()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:

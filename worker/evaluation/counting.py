@@ -6,7 +6,7 @@ from the tokens on which the draft model agrees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from speclen.records import Limits
@@ -25,21 +25,16 @@ class EvaluatedTokens(NamedTuple):
     drafted: list[int]
 
 
-class ArmCounts(NamedTuple):
-    """By arm, in the order of `Limits.arms`: as in OutputEvaluation."""
+def count_steps(tokens: EvaluatedTokens, limits: Limits) -> Iterator[tuple[int, ...]]:
+    """Steps, steps that draft, and verified tokens, of each arm in the order of `Limits.arms`.
 
-    num_steps: tuple[int, ...]
-    num_drafted_steps: tuple[int, ...]
-    num_verified_tokens: tuple[int, ...]
-
-
-def count_steps(tokens: EvaluatedTokens, limits: Limits) -> ArmCounts:
-    """Step through the tokens under every arm; each step advances by its accepted run and one token more."""
+    Step through the tokens under every arm; each step advances by its accepted run and one token more.
+    """
     lengths = range(limits.max_speculation_length + 1)
     counts = [_without_ngrams(tokens.drafted, length) for length in lengths]
     if limits.ngram:
         counts += [_with_ngrams(tokens, length) for length in lengths]
-    return ArmCounts(*zip(*counts, strict=True))
+    return zip(*counts, strict=True)
 
 
 def _without_ngrams(drafted: list[int], length: int) -> tuple[int, int, int]:

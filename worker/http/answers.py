@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
-from speclen.worker.http.statistics import SpeculationStatistics
 from speclen.worker.http.translate import Job
 from speclen.worker.requests.detokenize import make_decode, make_token_bytes
-from speclen.worker.requests.request import SequenceOutput, TokenLogprobs
+from speclen.worker.requests.request import SequenceOutput, by_sequence, joined
 
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
 
@@ -21,12 +20,50 @@ class Choice:
     """An output. offset: characters of its tokens, each decoded alone. told_prompt: True once prompt ids were sent."""
 
     index: int
-    token_ids: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)  # of an answer that is one object
     offset: int = 0
     told_prompt: bool = False
     last: SequenceOutput | None = None
+
+
+@dataclass(slots=True)
+class SpeculationStatistics:
+    """Speculation counts over all sequences of a request, as vLLM reports them. Steps without a draft do not count.
+
+    accepted[j]: steps that accepted and kept exactly j draft tokens. num_spec_tokens: the longest draft of a step.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_spec_tokens: int = 0
+    _last: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+
+    def saw(self, output: SequenceOutput) -> None:
+        """Count every output, in order: each is one step, by which its totals grew."""
+        key = output.request_id, output.index
+        drafted_before, accepted_before = self._last.get(key, (0, 0))
+        self._last[key] = output.num_draft_tokens, output.num_accepted_tokens
+        drafted = output.num_draft_tokens - drafted_before
+        if not drafted:
+            return
+        run = output.num_accepted_tokens - accepted_before
+        self.accepted += [0] * (run + 1 - len(self.accepted))
+        self.accepted[run] += 1
+        self.num_draft_tokens += drafted
+        self.num_spec_tokens = max(self.num_spec_tokens, drafted)
+
+    def as_dict(self) -> dict[str, Any]:
+        num_steps = sum(self.accepted)
+        num_accepted = sum(run * count for run, count in enumerate(self.accepted))
+        return {
+            "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+            "draft_acceptance_rate": num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "acceptance_histogram": self.accepted,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.num_spec_tokens,
+        }
 
 
 class Answer:
@@ -37,7 +74,7 @@ class Answer:
         self._decode = make_decode(tokenizer, skip_special_tokens=False)
         self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
-        self._choices = [Choice(index) for index in range(job.num_choices)]
+        self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
         self._statistics = SpeculationStatistics()
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         options = job.body.stream_options
@@ -50,15 +87,12 @@ class Answer:
     def add(self, outputs: Sequence[SequenceOutput]) -> None:
         """Add outputs to the answer."""
         for output in outputs:
-            choice = self._choice_of(output)
-            choice.token_ids += output.token_ids
-            choice.text.append(output.text)
-            choice.logprobs += output.logprobs
+            self._note(output).outputs.append(output)
 
     @property
     def is_large(self) -> bool:
         """True if serialising it may take too long for the event loop."""
-        return sum(len(choice.logprobs) for choice in self._choices) > MANY_LOGPROBS
+        return sum(len(one.logprobs) for choice in self._choices for one in choice.outputs) > MANY_LOGPROBS
 
     def whole(self) -> dict[str, Any]:
         """The answer, once all outputs are added."""
@@ -68,12 +102,12 @@ class Answer:
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | prompt | self._metrics()
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.text)
+        output = joined(choice.outputs)
         if self.job.chat:
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": output.text}}
         else:
-            content = {"text": text} | self._prompt_once(choice)
-        return self._common(choice, choice.token_ids, choice.logprobs, choice.last) | content
+            content = {"text": output.text} | self._prompt_once(choice)
+        return self._common(choice, output) | content
 
     # Chunks.
 
@@ -81,24 +115,19 @@ class Answer:
         """Chunks before the first token: in a chat, the role."""
         if self.job.chat:
             for choice in self._choices:
-                begun = self._common(choice, (), (), None) | {"delta": {"role": "assistant", "content": ""}}
+                begun = self._common(choice, None) | {"delta": {"role": "assistant", "content": ""}}
                 yield self._chunk([begun]) | self._prompt_once(self._choices[0])
 
     def chunks(self, outputs: Sequence[SequenceOutput]) -> Iterator[dict[str, Any]]:
         """One chunk for each choice with new output."""
-        groups: dict[int, list[SequenceOutput]] = {}
-        for output in outputs:
-            groups.setdefault(self._choice_of(output).index, []).append(output)
-        for index, group in groups.items():
-            text = "".join(output.text for output in group)
-            ids = [token for output in group for token in output.token_ids]
-            ended = group[-1] if group[-1].finish_reason is not None else None
-            if not (text or ended or (ids and (self._wants_logprobs or self.job.body.return_token_ids))):
+        choices = {(output.request_id, output.index): self._note(output) for output in outputs}
+        wants_ids = self._wants_logprobs or self.job.body.return_token_ids
+        for output in by_sequence(outputs):
+            if not (output.text or output.finish_reason or (output.token_ids and wants_ids)):
                 continue  # an unfinished character
-            logprobs = [one for output in group for one in output.logprobs]
-            choice = self._choices[index]
+            choice, text = choices[output.request_id, output.index], output.text
             content = {"delta": {"content": text}} if self.job.chat else {"text": text} | self._prompt_once(choice)
-            yield self._chunk([self._common(choice, ids, logprobs, ended) | content])
+            yield self._chunk([self._common(choice, output) | content])
 
     def end(self) -> Iterator[dict[str, Any]]:
         """The chunk after the last token, if wanted."""
@@ -123,26 +152,25 @@ class Answer:
         completion = sum(choice.last.num_completion_tokens for choice in self._choices if choice.last is not None)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _choice_of(self, output: SequenceOutput) -> Choice:
+    def _note(self, output: SequenceOutput) -> Choice:
+        """The choice of an output, each of which counts once, in order."""
         choice = self._choices[self._first[output.request_id] + output.index]
         choice.last = output
         if self.job.body.include_metrics:
             self._statistics.saw(output)
         return choice
 
-    def _common(
-        self, choice: Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], last: SequenceOutput | None
-    ) -> dict[str, Any]:
-        """Fields of a choice common to completions and chats. last: its last output, if it has ended."""
-        reason = last.finish_reason if last is not None else None
+    def _common(self, choice: Choice, output: SequenceOutput | None) -> dict[str, Any]:
+        """Fields of a choice common to completions and chats. output: None before the first."""
+        reason = None if output is None else output.finish_reason
         fields: dict[str, Any] = {
             "index": choice.index,
-            "logprobs": self._logprobs(choice, ids, logprobs),
+            "logprobs": None if output is None else self._logprobs(choice, output),
             "finish_reason": None if reason is None else reason.value,
-            "stop_reason": None if last is None else self._stop_reason(last),
+            "stop_reason": None if output is None else self._stop_reason(output),
         }
         if self.job.body.return_token_ids:
-            fields["token_ids"] = list(ids)
+            fields["token_ids"] = [] if output is None else list(output.token_ids)
         return fields
 
     def _prompt_once(self, choice: Choice) -> dict[str, Any]:
@@ -158,12 +186,12 @@ class Answer:
         asked_for = self.job.requests[0].sampling.stop_token_ids
         return stop if isinstance(stop, str) or stop in asked_for else None
 
-    def _logprobs(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._wants_logprobs or not ids:
+    def _logprobs(self, choice: Choice, output: SequenceOutput) -> dict[str, Any] | None:
+        if not self._wants_logprobs or not output.token_ids:
             return None
         if self.job.chat:
-            return chat_logprobs(ids, logprobs, self._decode, self._token_bytes)
-        shape = completion_logprobs(ids, logprobs, self._decode, choice.offset)
+            return chat_logprobs(output.token_ids, output.logprobs, self._decode, self._token_bytes)
+        shape = completion_logprobs(output.token_ids, output.logprobs, self._decode, choice.offset)
         choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
         return shape
 

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -17,22 +18,15 @@ from speclen.transport.version import installed_version
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import INTERNAL, ApiError, from_exception, from_invalid, no_json
+from speclen.worker.http.errors import MAX_PART, STATUSES, ApiError, ErrorAnswer, from_invalid
 from speclen.worker.http.guard import CALLER, JsonRoute
-from speclen.worker.http.openapi import DESCRIPTION, describe, errors
 from speclen.worker.http.responses import JobResponse, error_response, json_response, refusal
-from speclen.worker.http.schema import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampling,
-    TokenizeRequest,
-)
+from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from speclen.worker.http.translate import Job, chat_job, completion_job
-from speclen.worker.requests.request import QueueFullError
+from speclen.worker.requests.request import RefusedError
 from speclen.worker.service.async_engine import AsyncEngine
 
+DESCRIPTION = "OpenAI-compatible front of a speclen worker. Every path wants the API key, if the worker has one."
 # Fields of the body that the answer needs once its job is made.
 NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
 SEVERAL_WORKERS = (
@@ -67,14 +61,24 @@ def front_of(config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry 
 def create_app(front: Front) -> FastAPI:
     """The application, without the guard that belongs before it."""
     # Without the pages that show the schema: they load scripts from elsewhere.
-    app = FastAPI(title="speclen", version=front.version, description=DESCRIPTION, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="speclen",
+        version=front.version,
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=Response,
+        # For the schema alone: the guard checks keys.
+        dependencies=[Security(HTTPBearer(auto_error=False))],
+        responses={status: {"model": ErrorAnswer, "description": words} for status, (_, words) in STATUSES.items()}
+        | {"default": {"model": ErrorAnswer}},
+    )
     app.router.route_class = JsonRoute
     add_generation(app, front)
     add_tokenizing(app, front)
     add_facts(app, front)
     for kind, make_error in ERRORS.items():
         app.add_exception_handler(kind, counted(front, make_error))
-    describe(app)
     add_head(app)
     return app
 
@@ -101,13 +105,11 @@ def add_generation(app: FastAPI, front: Front) -> None:
 
         return JobResponse(body, front.engine, caller, make_answer)
 
-    @app.post("/v1/completions", responses=errors("application/json", "text/event-stream"), response_class=Response)
+    @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         return respond(request, body, completion_job)
 
-    @app.post(
-        "/v1/chat/completions", responses=errors("application/json", "text/event-stream"), response_class=Response
-    )
+    @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return respond(request, body, chat_job, front.chat_template)
 
@@ -123,32 +125,24 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
         add_prompt = body.add_generation_prompt is not False
         return await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
 
-    async def tokenized(body: TokenizeRequest, caller: str) -> Response:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         check_model(body, front)
+        caller = caller_of(request)
         text = await text_of(body, caller)
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
         strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
         limit = engine.max_sequence_tokens
-        content = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
-        return json_response(content)
+        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
-    async def detokenized(body: DetokenizeRequest, caller: str) -> Response:
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         check_model(body, front)
         limit = engine.engine.pair.vocab_size
         if (token := max(body.tokens, default=0)) >= limit:
             raise ApiError(400, f"token {token} is unknown: token ids go from 0 to {limit - 1}", "tokens")
-        return json_response({"prompt": await encoder.decode(body.tokens, caller)})
-
-    @app.post("/tokenize", responses=errors(), response_class=Response)
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        caller = caller_of(request)
-        return await refusing(tokenized(body, caller), body, engine, caller)
-
-    @app.post("/detokenize", responses=errors(), response_class=Response)
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        caller = caller_of(request)
-        return await refusing(detokenized(body, caller), body, engine, caller)
+        return json_response({"prompt": await encoder.decode(body.tokens, caller_of(request))})
 
 
 def add_facts(app: FastAPI, front: Front) -> None:
@@ -162,28 +156,28 @@ def add_facts(app: FastAPI, front: Front) -> None:
         "max_model_len": front.engine.max_sequence_tokens,
     }
 
-    @app.get("/v1/models", responses=errors(), response_class=Response)
+    @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{model:path}", responses=errors(), response_class=Response)
+    @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
         if model != front.model:
             raise unknown_model(model, front)
         return json_response(card)
 
-    @app.get("/health", responses=errors(empty=True), response_class=Response)
+    @app.get("/health")
     async def health() -> Response:
         if not front.healthy():
             # Not raised: a probe does not count as a refused request.
             return error_response(ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy"))
         return Response()
 
-    @app.get("/version", responses=errors(), response_class=Response)
+    @app.get("/version")
     async def version() -> Response:
         return json_response({"version": front.version})
 
-    @app.get("/metrics", responses=errors("text/plain"), response_class=Response)
+    @app.get("/metrics")
     async def metrics() -> Response:
         if front.page is None:
             raise ApiError(404, SEVERAL_WORKERS)
@@ -222,21 +216,11 @@ def unknown_model(name: str, front: Front) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-async def refusing(answer: Awaitable[Response], body: Body, engine: AsyncEngine, caller: str) -> Response:
-    """The answer, or its error with the field."""
-    try:
-        return await answer
-    except (ApiError, ValueError, QueueFullError) as error:
-        return error_response(refusal(error, body, engine, caller))
-
-
-def counted(front: Front, make_error: Callable[[Request, Any], ApiError]) -> Callable[..., Awaitable[Response]]:
+def counted(front: Front, make_error: Callable[[Request, Any], Exception]) -> Callable[..., Awaitable[Response]]:
     """A handler of errors outside of a job, which counts them."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        told = make_error(request, error)
-        front.engine.metrics.refuse(error if told.code == INTERNAL else told)
-        response = error_response(told)
+        response = error_response(refusal(make_error(request, error), FIELDS, front.engine, caller_of(request)))
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})  # the methods that a path has
         return response
@@ -251,7 +235,10 @@ def from_invalid_body(request: Request, error: RequestValidationError) -> ApiErr
         reason = complaints[0]["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if isinstance(error.body, bytes):  # FastAPI parses a body only with JSON's Content-Type
-        return no_json(request.headers.get("content-type"))
+        # Any page can make a browser send one without JSON's Content-Type.
+        kind = request.headers.get("content-type", "").partition(";")[0][:MAX_PART]
+        given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
+        return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
     return from_invalid(complaints, error.body)
 
 
@@ -260,13 +247,15 @@ def from_http_error(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
-def from_any(request: Request, error: Exception) -> ApiError:
-    return from_exception(error)
+def itself(request: Request, error: Exception) -> Exception:
+    return error
 
 
-ERRORS: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
+ERRORS: dict[type[Exception], Callable[[Request, Any], Exception]] = {
     RequestValidationError: from_invalid_body,
     HTTPException: from_http_error,
-    ApiError: from_any,
-    Exception: from_any,
+    ValueError: itself,
+    RefusedError: itself,
+    Exception: itself,
 }
+FIELDS = ("prompt", "messages", "tokens")  # with whose name an error's message may begin

@@ -40,9 +40,10 @@ async def chat_prompt(
             "messages",
             "no_chat_template",
         )
+    options = {"chat_template": template, "add_generation_prompt": add_prompt}
     conversation = [to_dict(message) for message in messages]
     # In a thread, since a template is a program that runs over the whole conversation.
-    return await engine.admission.templates.do(caller, render, tokenizer, conversation, template, add_prompt, extra)
+    return await engine.admission.templates.do(caller, render, tokenizer, options, extra, conversation)
 
 
 def to_dict(message: Message) -> dict[str, Any]:
@@ -52,27 +53,22 @@ def to_dict(message: Message) -> dict[str, Any]:
     return {**(message.model_extra or {}), "role": message.role, "content": text or message.refusal or ""}
 
 
-def render(
-    tokenizer: Any, conversation: Conversation, template: str | None, add_prompt: bool, extra: dict[str, Any]
-) -> str:
-    """Text of the prompt, with the text of every message. Raises ApiError where the template refuses or leaves one out."""
+def render(tokenizer: Any, options: dict[str, Any], extra: dict[str, Any], conversation: Conversation) -> str:
+    """Text of the prompt, with the text of every message. options: of apply_chat_template; extra: the caller's.
+
+    Raises ApiError where the template refuses or leaves one out.
+    """
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if taken := reserved & extra.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
-    fill = functools.partial(filled, tokenizer, template, add_prompt, extra)
+    fill = functools.partial(filled, tokenizer, options | extra)
     return fill(formed(fill, conversation))
 
 
-def filled(
-    tokenizer: Any, template: str | None, add_prompt: bool, extra: dict[str, Any], conversation: Conversation
-) -> str:
+def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) -> str:
     """The template's output. Raises ApiError for any error in it: it is a program that came with the model."""
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_prompt, chat_template=template, **extra
-            )
-        )
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
     except Exception as error:
         lines = str(error).split("\n")
         reason = lines[0][:MAX_REASON] or type(error).__name__

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeAlias
+
+from pydantic import BaseModel
 
 from speclen.worker.requests.request import RefusedError
 
 INTERNAL = "internal_error"  # code of unexpected errors
 LEAST_RETRY_S = 1  # of Retry-After
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "method_not_allowed",
-    408: "timeout_error",
-    413: "request_too_large",
-    415: "unsupported_media_type",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
+# Type of an error by its status, and the words for it in the schema.
+STATUSES = {
+    400: ("invalid_request_error", "A field is wrong; it is named."),
+    401: ("authentication_error", "The API key is missing or wrong."),
+    404: ("not_found_error", "No such model or path."),
+    405: ("method_not_allowed", "The path has other methods."),
+    408: ("timeout_error", "The body came too slowly."),
+    413: ("request_too_large", "The body is too large."),
+    415: ("unsupported_media_type", "Not application/json, or with a Content-Encoding."),
+    429: ("rate_limit_error", "The queue is full: try again later."),
+    500: ("server_error", "An error inside the server: try it again."),
+    503: ("service_unavailable_error", "The worker is stopping, has failed, or is sent too many bodies at once."),
 }
 
 # Status by the reason for which a request is refused.
-STATUSES = {
+OF_REASON = {
     "unauthenticated": 401,
     "slow_reader": 408,
     "queue_full": 429,
@@ -45,6 +49,19 @@ MAX_PART = 40  # characters of a key of the body in an error
 Complaint: TypeAlias = Mapping[str, Any]  # one of pydantic's: loc, type, msg
 
 
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every error, for the schema."""
+
+    error: ErrorObject
+
+
 class ApiError(ValueError):
     """An error answer. param: field of the body. code: for programs.
 
@@ -60,7 +77,7 @@ class ApiError(ValueError):
         self.retry_after_s = 0.0
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind, _ = STATUSES.get(self.status) or STATUSES[500 if self.status >= 500 else 400]
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -69,7 +86,7 @@ class ApiError(ValueError):
         return headers.get(self.status, {})
 
 
-def from_exception(error: Exception, fields: Any = ()) -> ApiError:
+def from_exception(error: Exception, fields: Container[str] = ()) -> ApiError:
     """The answer to a request that fails with this error; unexpected ones become a 500 without details.
 
     fields: names of the body's fields, with one of which the message may begin.
@@ -77,7 +94,7 @@ def from_exception(error: Exception, fields: Any = ()) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
-        return ApiError(STATUSES[error.reason], str(error), code=CODES.get(error.reason, error.reason))
+        return ApiError(OF_REASON[error.reason], str(error), code=CODES.get(error.reason, error.reason))
     if isinstance(error, ValueError):
         word = re.match(r"[a-z_]+", str(error))
         param = word.group() if word and word.group() in fields else None
@@ -91,50 +108,33 @@ def from_invalid(complaints: Sequence[Complaint], body: Any) -> ApiError:
     For a field that takes several kinds, the error of the kind that fits best, or of all that fit equally. complaints: at
     least one, in the order of the fields.
     """
-    found = best_fitting(complaints, body)
-    place, _ = place_of(found[0], body)
+    placed = [(place_of(one, body), one) for one in complaints]
+    field = placed[0][0][:1]
+    fits = [(fit(place, one), place, one) for place, one in placed if place[:1] == field]
+    best, place, first = max(fits, key=lambda found: found[0])
+    told = sentence([one for how, at, one in fits if (how, at) == (best, place)])
     named = ".".join(str(part)[:MAX_PART] for part in place) or "the body"
-    field = str(place[0]) if place else None
-    return ApiError(400, f"{named}: {sentence(found)}", field, found[0]["type"])
+    return ApiError(400, f"{named}: {told}", str(field[0]) if field else None, first["type"])
 
 
-def best_fitting(complaints: Sequence[Complaint], body: Any) -> list[Complaint]:
-    """The first complaint; for a field of several kinds those of the best fitting kinds."""
-    _, at = place_of(complaints[0], body)
-    if at is None:
-        return [complaints[0]]
-    before = complaints[0]["loc"][:at]
-    first: dict[str, Complaint] = {}  # of each kind
-    for one in complaints:
-        if one["loc"][:at] == before:
-            first.setdefault(str(one["loc"][at]), one)
-    fits = [fit(one, body) for one in first.values()]
-    return [one for one, how in zip(first.values(), fits, strict=True) if how == max(fits)]
-
-
-def fit(complaint: Complaint, body: Any) -> tuple[list[int], bool]:
+def fit(place: Sequence[str | int], complaint: Complaint) -> tuple[list[int], bool]:
     """Fit of a kind, for comparison: the index of the wrong item, and True if its kind is right."""
-    place, _ = place_of(complaint, body)
-    if complaint["type"] == "too_long":  # replaces the errors of its items
-        place = [*place, 0]
-    return [part if isinstance(part, int) else 0 for part in place], not WRONG_KIND.fullmatch(complaint["type"])
+    indices = [part if isinstance(part, int) else 0 for part in place]
+    # Too many items replace the errors of the items.
+    return indices + [0] * (complaint["type"] == "too_long"), not WRONG_KIND.fullmatch(complaint["type"])
 
 
-def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | None]:
-    """Place of a wrong value in the body, and the index in `loc` of the name of a kind, if any."""
+def place_of(complaint: Complaint, body: Any) -> list[str | int]:
+    """Place of a wrong value in the body. pydantic's has names of kinds in between."""
     place: list[str | int] = []
-    kind_at, value = None, body
-    last = len(complaint["loc"]) - 1
-    for at, part in enumerate(complaint["loc"]):
-        if at == 0:
-            continue  # FastAPI's "body"
+    value, (_, *parts) = body, complaint["loc"]  # without FastAPI's "body"
+    for at, part in enumerate(parts, start=1):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
             value = value[part]
-        elif not (at == last and complaint["type"] == "missing"):
-            kind_at = at if kind_at is None else kind_at
+        elif at < len(parts) or complaint["type"] != "missing":
             continue
         place.append(part)
-    return place, kind_at
+    return place
 
 
 def sentence(complaints: Sequence[Complaint]) -> str:
@@ -150,33 +150,3 @@ def words(complaint: Complaint) -> str:
         return f"{KIND}an object"
     text: str = complaint["msg"]
     return text.removeprefix("Value error, ").replace(" after validation", "")
-
-
-def no_json(content_type: str | None) -> ApiError:
-    """The error for a body without JSON's Content-Type, which any page can make a browser send."""
-    kind = (content_type or "").partition(";")[0][:MAX_PART]
-    given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
-    return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
-
-
-def encoded(encoding: str) -> ApiError:
-    """The error for a compressed body, which would need a second bound."""
-    return ApiError(
-        415, f"the body has the Content-Encoding {encoding[:MAX_PART]!r}: send it as it is, without that header"
-    )
-
-
-def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
-    """The error in OpenAI's words, which clients look for."""
-    asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
-    message = (
-        f"This model's maximum context length is {limit} tokens, but the {param} has {num_tokens}{asked}: "
-        "shorten one of them"
-    )
-    return ApiError(400, message, param, "context_length_exceeded")
-
-
-def text_too_long(error: Exception, limit: int, param: str) -> ApiError:
-    """The same for a text of which not all is encoded."""
-    message = f"This model's maximum context length is {limit} tokens: the {param} is too long ({error})"
-    return ApiError(400, message, param, "context_length_exceeded")

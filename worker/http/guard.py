@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speclen.transport.keyring import Keyring
-from speclen.worker.http.errors import ApiError, encoded, from_exception
+from speclen.worker.http.errors import MAX_PART, ApiError, from_exception
 from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError
 
@@ -101,10 +101,13 @@ class Guard:
 
 
 def check_encoding(scope: Scope) -> None:
-    """Raises ApiError for an encoded body."""
+    """Raises ApiError for a compressed body, which would need a second bound."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise encoded(value.decode("latin-1"))
+            encoding = value.decode("latin-1")[:MAX_PART]
+            raise ApiError(
+                415, f"the body has the Content-Encoding {encoding!r}: send it as it is, without that header"
+            )
 
 
 def too_large() -> ApiError:
@@ -122,7 +125,7 @@ def replaying(body: bytes, receive: Receive) -> Receive:
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests read their body by `from_json`."""
+    """A route whose requests read their body strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -135,30 +138,8 @@ class JsonRoute(APIRoute):
 
 class JsonRequest(Request):
     async def json(self) -> Any:
-        return from_json(await self.body())
-
-
-def from_json(body: bytes) -> Any:
-    """The parsed value. Raises JSONDecodeError, with the reason as msg, for all malformed JSON."""
-    try:
-        return json.loads(body, parse_constant=not_a_number, parse_float=finite)
-    except UnicodeDecodeError as error:
-        raise json.JSONDecodeError(f"byte {error.start} is not UTF-8", "", 0) from error
-    except RecursionError as error:
-        raise json.JSONDecodeError("it is nested too deeply", "", 0) from error
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:  # Python's bound on digits
-        raise json.JSONDecodeError("a number has too many digits", "", 0) from error
-
-
-def not_a_number(name: str) -> NoReturn:
-    raise json.JSONDecodeError(f"{name} is no number of JSON", "", 0)
-
-
-def finite(digits: str) -> float:
-    """A number with a fraction or an exponent. Raises JSONDecodeError if it overflows."""
-    value = float(digits)
-    if math.isinf(value):
-        raise json.JSONDecodeError(f"the number {digits[:20]} is too large", "", 0)
-    return value
+        """The body without NaN, infinity and half characters. Raises JSONDecodeError with the reason as msg."""
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None

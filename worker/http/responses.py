@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
-from speclen.worker.http.schema import Body, Sampling
+from speclen.worker.http.schema import Sampling
 from speclen.worker.requests.request import SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import OutputStream
@@ -101,16 +101,16 @@ class JobResponse(Response):
             await send_events(send, objects)
 
     def _told(self, error: Exception) -> ApiError:
-        told = refusal(error, self._body, self._engine, self._caller)
+        told = refusal(error, type(self._body).model_fields, self._engine, self._caller)
         if told.code == INTERNAL:
             log.error("a request over HTTP failed", exc_info=error)
         return told
 
 
-def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> ApiError:
-    """The answer to a request that fails; counts the error."""
+def refusal(error: Exception, fields: Container[str], engine: AsyncEngine, caller: str) -> ApiError:
+    """The answer to a request that fails; counts the error. fields: as in `from_exception`."""
     engine.metrics.refuse(error)
-    told = from_exception(error, type(body).model_fields)
+    told = from_exception(error, fields)
     if told.status == QUEUE_FULL:
         told.retry_after_s = engine.admission.expected_wait_s(caller)
     return told

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import ApiError, text_too_long, too_long
+from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
-from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, num_answer_logprobs
+from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, check_answer_size
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
+NAMES = [field.name for field in fields(SamplingParams)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,13 @@ class Job:
     def chat(self) -> bool:
         return isinstance(self.body, ChatRequest)
 
-    @property
-    def num_choices(self) -> int:
-        return self.n * len(self.requests)
-
 
 async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: str) -> Job:
     """Raises ApiError or ValueError naming the field, QueueFullError when too many texts wait to be encoded."""
     check_supported(body)
     prompts = await prompt_ids(body, engine, caller)
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    job = make_job("cmpl", body, prompts, wanted, body.logprobs, engine, "prompt")
-    return await with_grammar(job, engine, caller)
+    return await make_job(body, prompts, wanted, body.logprobs, engine, caller)
 
 
 async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
@@ -59,17 +55,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
     prompts = [await encode(text, False, engine, caller, "messages")]
     wanted = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    job = make_job("chatcmpl", body, prompts, wanted, logprobs, engine, "messages")
-    return await with_grammar(job, engine, caller)
-
-
-async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
-    """The job with its grammar, if any. Raises ApiError, ValueError or QueueFullError."""
-    wanted = structured_output(job.body)
-    if wanted is None:
-        return job
-    grammar = await engine.admission.grammars.prepare(wanted, caller)
-    return replace(job, requests=[replace(one, grammar=grammar) for one in job.requests])
+    return await make_job(body, prompts, wanted, logprobs, engine, caller)
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
@@ -141,44 +127,46 @@ async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, calle
     try:
         return await engine.admission.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
     except TextTooLongError as error:
-        raise text_too_long(error, engine.max_sequence_tokens, param) from error
+        raise too_long(engine, param, f"is too long ({error})") from error
 
 
-def make_job(
-    prefix: str,
+def too_long(engine: AsyncEngine, param: str, words: str) -> ApiError:
+    """The error in OpenAI's words, which clients look for."""
+    message = f"This model's maximum context length is {engine.max_sequence_tokens} tokens, but the {param} {words}"
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+async def make_job(
     body: Sampling,
     prompts: list[list[int]],
     max_tokens: int | None,
     logprobs: int | None,
     engine: AsyncEngine,
-    param: str,
+    caller: str,
 ) -> Job:
-    """A job. max_tokens None: as many as the context and the answer hold."""
-    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    """A job, with its grammar, if any. max_tokens None: as many as the context and the answer hold."""
+    kind, param = ("chatcmpl", "messages") if isinstance(body, ChatRequest) else ("cmpl", "prompt")
+    job_id = f"{kind}-{uuid.uuid4().hex}"
     requests = []
     for index, ids in enumerate(prompts):
         room = engine.max_sequence_tokens - len(ids)
         if room < 1 or (max_tokens or 1) > room:
-            raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
+            asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
+            raise too_long(engine, param, f"has {len(ids)}{asked}: shorten one of them")
         sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
-    check_size(body, requests, engine.max_sequence_tokens)
+    if not body.stream:
+        check_answer_size(requests, engine.max_sequence_tokens)
+    if (wanted := structured_output(body)) is not None:
+        grammar = await engine.admission.grammars.prepare(wanted, caller)
+        requests = [replace(one, grammar=grammar) for one in requests]
     return Job(job_id, body, requests)
 
 
 def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
-    """Default tokens of a choice: the room in the context, at most what `check_size` allows."""
+    """Default tokens of a choice: the room in the context, at most what `check_answer_size` allows."""
     entries = (body.n or 1) * (logprobs or 0)
     return room if body.stream or not entries else min(room, MAX_ANSWER_LOGPROBS // entries)
-
-
-def check_size(body: Sampling, requests: list[GenerationRequest], max_context_length: int) -> None:
-    """Raises ApiError for a whole answer that would be too large."""
-    entries = sum(num_answer_logprobs(one, max_context_length) for one in requests)
-    if entries > MAX_ANSWER_LOGPROBS and not body.stream:
-        most = MAX_ANSWER_LOGPROBS
-        message = f"logprobs of so many tokens may be {entries} entries, at most {most} are allowed: use stream"
-        raise ApiError(400, message, "logprobs")
 
 
 def fixed_length(body: Sampling) -> int | None:
@@ -189,31 +177,15 @@ def fixed_length(body: Sampling) -> int | None:
 
 def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; null and absent fields mean the default."""
-    given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
+    given = {name: value for name in NAMES if (value := getattr(body, name, None)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return SamplingParams(
-        **({"temperature": 1.0} | given),
-        top_k=max(0, body.top_k or 0),
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        stop=tuple(stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias={int(token): value for token, value in (body.logit_bias or {}).items()},
-        include_special_tokens=body.skip_special_tokens is False,
-    )
-
-
-# Fields of the same name in the engine.
-SAME = (
-    "n",
-    "seed",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
+    own = {
+        "top_k": max(0, body.top_k or 0),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "logit_bias": {int(token): value for token, value in (body.logit_bias or {}).items()},
+        "include_special_tokens": body.skip_special_tokens is False,
+    }
+    return SamplingParams(**({"temperature": 1.0} | given | own))

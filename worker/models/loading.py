@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speclen.worker.models.naming import DTYPES, ModelError
+from speclen.worker.models.naming import ModelError, check_settings
 from speclen.worker.models.source import (
     ModelSource,
     locate,
@@ -66,6 +66,7 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
     device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
     Raises ModelError when a model cannot be read or served, or the two do not fit.
     """
+    check_settings(device, dtype)
     draft = None if draft in (None, "", "none") else draft
     sources = [locate(name) for name in (target, draft) if name is not None]
     for source in sources:
@@ -104,12 +105,7 @@ def resolve_device(device: str) -> torch.device:
     """The device that "auto", "cpu", "cuda" or "cuda:N" stands for on this machine."""
     if device == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise ModelError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {device!r} is not supported; use auto, cpu, cuda or cuda:N")
+    resolved = torch.device(device)
     if resolved.type == "cuda":
         resolved = torch.device("cuda", resolved.index or 0)
         if not torch.cuda.is_available():
@@ -126,8 +122,6 @@ def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torc
     more where the CPU has bfloat16 dot products (decoding then reads half the bytes), else float32.
     """
     if dtype != "auto":
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
         return getattr(torch, dtype)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -13,6 +13,9 @@ BACKENDS = ("auto", "torch", "openvino")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
+
+
 class ModelError(ValueError):
     """A model or a pair cannot be used; the message is one sentence for the person who named it."""
 
@@ -39,6 +42,15 @@ BUNDLED: dict[str, tuple[str, Shape | None]] = {
 
 
 AUTO = "auto"
+
+
+def check_settings(device: str = "auto", dtype: str = "auto", backend: str = "auto") -> None:
+    """Raises ModelError for an unknown device, dtype or backend."""
+    if not DEVICE.fullmatch(device):
+        raise ModelError(f"--device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+    for name, value, known in (("dtype", dtype, DTYPES), ("backend", backend, BACKENDS)):
+        if value not in known:
+            raise ModelError(f"--{name} {value!r} is not known; use {', '.join(known)}")
 
 
 def draft_of(target: str, draft: str) -> str:

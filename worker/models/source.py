@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
@@ -83,7 +82,11 @@ def refuse_unsuitable(source: ModelSource) -> None:
         model_class = model_class[0]
     if model_class is None:
         raise ModelError(f"{source.name}: {kind} is not a causal language model of transformers")
-    refuse_latent_attention(source.text_config, source.name)
+    if rank := getattr(source.text_config, "kv_lora_rank", None):
+        raise ModelError(
+            f"{source.name}: {kind} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
+            "which is not supported; use a model with ordinary or grouped heads"
+        )
     if getattr(model_class, "_is_stateful", False):
         raise ModelError(
             f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
@@ -91,15 +94,6 @@ def refuse_unsuitable(source: ModelSource) -> None:
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
         raise ModelError(
             f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
-        )
-
-
-def refuse_latent_attention(config: Any, name: str) -> None:
-    """Raises ModelError for multi-head latent attention, which caches no keys and values."""
-    if rank := getattr(config, "kv_lora_rank", None):
-        raise ModelError(
-            f"{name}: {config.model_type} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
-            "which is not supported; use a model with ordinary or grouped heads"
         )
 
 
@@ -145,15 +139,10 @@ def _reason(error: Exception) -> str:
     text = str(error).strip()
     if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    if _is_offline() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
+    if is_offline_mode() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
         return "it is neither a local directory nor in the hub's cache, and HF_HUB_OFFLINE is set"
     first, *others = [line.strip() for line in text.splitlines()]
     if others and first.endswith(":"):
         first = f"{first} {others[0]}"
     first_line = re.sub(r"https?://\S+", "the hub", first)
     return first_line if len(first_line) <= 200 else first_line[:197] + "..."
-
-
-@functools.cache
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}

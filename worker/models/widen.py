@@ -15,7 +15,6 @@ they add nothing to the residual stream, at the cost of a layer.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,37 +30,14 @@ def coefficients(num_copies: int) -> list[float]:
     return [2.0**-power] * (2**power - num_split) + [2.0 ** -(power + 1)] * (2 * num_split)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The wide configuration and how often hidden units, heads and FFN units are replicated."""
-
-    config: Any
-    hidden_copies: int
-    head_copies: int
-    ffn_copies: int
-
-
-def _plan(config: Any, shape: Shape) -> _Plan:
-    """shape: multiples of the small model's."""
-    copies = [
-        wide // small
-        for wide, small in (
-            (shape.hidden, config.hidden_size),
-            (shape.heads, config.num_attention_heads),
-            (shape.ffn, config.intermediate_size),
-        )
-    ]
+def widened_config(config: Any, shape: Shape) -> Any:
+    """The widened model's configuration. shape: multiples of the small model's."""
     wide = copy.deepcopy(config)
     wide.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wide.num_key_value_heads = config.num_key_value_heads * (shape.heads // config.num_attention_heads)
     wide.hidden_size, wide.num_attention_heads, wide.intermediate_size = shape.hidden, shape.heads, shape.ffn
-    wide.num_key_value_heads = config.num_key_value_heads * copies[1]
     wide.num_hidden_layers = shape.layers
-    return _Plan(wide, *copies)
-
-
-def widened_config(config: Any, shape: Shape) -> Any:
-    """The widened model's configuration."""
-    return _plan(config, shape).config
+    return wide
 
 
 @torch.no_grad()
@@ -70,21 +46,23 @@ def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dty
 
     Nothing larger than the small model exists besides the result. shape: multiples of the small model's.
     """
-    plan = _plan(model.config, shape)
+    small = model.config
+    hidden, heads = shape.hidden // small.hidden_size, shape.heads // small.num_attention_heads
+    ffn = shape.ffn // small.intermediate_size
     with torch.device("meta"):
-        blank: Any = LlamaForCausalLM(plan.config)
+        blank: Any = LlamaForCausalLM(widened_config(small, shape))
     wide = blank.to(dtype).to_empty(device=device)
     # Buffers are empty after to_empty: copied from the small model, which has the same head dimension.
     wide.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)
-    _replicate(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, 1, plan.hidden_copies)
+    _replicate(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, 1, hidden)
     if wide.config.tie_word_embeddings:
         wide.tie_weights()
     else:
-        _replicate(wide.lm_head.weight, model.lm_head.weight, 1, plan.hidden_copies)
-    _replicate_norm(wide.model.norm.weight, model.model.norm.weight, plan.hidden_copies)
+        _replicate(wide.lm_head.weight, model.lm_head.weight, 1, hidden)
+    _replicate_norm(wide.model.norm.weight, model.model.norm.weight, hidden)
     small_layers = model.model.layers
     for index, layer in enumerate(wide.model.layers):
-        _widen_layer(layer, small_layers[index % len(small_layers)], plan)
+        _widen_layer(layer, small_layers[index % len(small_layers)], hidden, heads, ffn)
         if index >= len(small_layers):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -92,8 +70,8 @@ def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dty
     return wide.eval()
 
 
-def _widen_layer(wide: Any, small: Any, plan: _Plan) -> None:
-    hidden, heads, ffn = plan.hidden_copies, plan.head_copies, plan.ffn_copies
+def _widen_layer(wide: Any, small: Any, hidden: int, heads: int, ffn: int) -> None:
+    """hidden, heads, ffn: number of copies."""
     _replicate_norm(wide.input_layernorm.weight, small.input_layernorm.weight, hidden)
     _replicate_norm(wide.post_attention_layernorm.weight, small.post_attention_layernorm.weight, hidden)
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -11,21 +11,61 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
-from speclen.records import PLAIN, Arm, StepFlag, StepRecord
+from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.settings import ProfileSettings, fit_settings
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 # Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
 ANSWER_TOKENS = 160
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """Grid and time of a profile."""
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sequences decoding in one step
+    lengths: tuple[int, ...] = tuple(range(9))  # speculation lengths, 0 included
+    budget_s: float = 150.0  # measuring time; loading the models comes on top
+    steps_per_visit: int = 3  # steps measured at a visit; every visit costs a step or two that do not count
+    prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
+    temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy
+    seed: int = 0
+    backend: str = "auto"  # of the engine, see EngineConfig
+    check_models: bool = True  # False: for experiments with models whose outputs depend on the batch
+
+
+def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> ProfileSettings:
+    """A coarse grid up to a worker's limits: batch sizes 1, 2, 4, ..., some lengths, short contexts."""
+    sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power <= max_batch_size]
+    lengths = tuple(length for length in QUICK_LENGTHS if length <= max_length)
+    return ProfileSettings(
+        tuple(sorted({*sizes, max_batch_size})), lengths, budget_s, steps_per_visit=2, prompt_tokens=(32, 128)
+    )
+
+
+def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
+    """The settings with prompts that leave room in the context.
+
+    Raises ValueError naming the setting that the pair cannot do.
+    """
+    if pair.draft is None and settings.lengths != (0,):
+        raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
+    context = pair.draft_context_length or pair.max_context_length
+    room = context - 4 * (settings.lengths[-1] + 1)
+    if room < 2:
+        raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {context} tokens")
+    prompts = sorted({min(tokens, room // 2) for tokens in settings.prompt_tokens})
+    return replace(settings, prompt_tokens=tuple(prompts))
 
 
 class Profiler:
@@ -43,6 +83,9 @@ class Profiler:
     ) -> None:
         self.settings = fit_settings(pair, settings)
         self.samples = ProfileSamples()
+        # Of an output: enough for every length once, but no more than an answer.
+        most = 2 * (settings.steps_per_visit + 2) * sum(length + 1 for length in settings.lengths)
+        self._max_tokens = min(ANSWER_TOKENS, most)
         self._source = source
         self._on_progress = on_progress
         self._random = random.Random(settings.seed)
@@ -86,11 +129,6 @@ class Profiler:
 
     def _limit_batch_size(self, largest: int) -> None:
         self.samples.largest_batch_size = max(1, largest)
-
-    def _round_tokens(self) -> int:
-        """Output tokens of a sequence: enough for every length once, but no more than an answer."""
-        steps = self.settings.steps_per_visit + 2
-        return min(ANSWER_TOKENS, 2 * steps * sum(length + 1 for length in self.settings.lengths))
 
     # The loop.
 
@@ -151,7 +189,8 @@ class Profiler:
         Either so many do not fit, which is noted, or the time is up.
         """
         for request_id in list(self._rows)[: max(0, len(self._rows) - batch_size)]:
-            self._end(request_id)
+            del self._rows[request_id]
+            self._engine.abort(request_id)
         self._chooser.arm = Arm(self._settling_length)
         while True:
             # Rows that reached their limit meanwhile are replaced.
@@ -161,7 +200,7 @@ class Profiler:
             load = self._engine.load()
             if not batch_size and not load.num_running and not load.num_waiting:
                 return True
-            if self._is_settled(step, batch_size):
+            if step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags:
                 return True
             if batch_size and self._elapsed() >= self.settings.budget_s:
                 return False
@@ -170,18 +209,11 @@ class Profiler:
                 self._failed = False
                 return False
 
-    def _end(self, request_id: str) -> None:
-        del self._rows[request_id]
-        self._engine.abort(request_id)
-
-    def _is_settled(self, step: StepRecord | None, batch_size: int) -> bool:
-        return step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags
-
     def _submit(self, prompt_tokens: int) -> None:
         self._num_submitted += 1
         request_id = f"profile-{self._num_submitted}"
         sampling = SamplingParams(
-            max_tokens=self._round_tokens(),
+            max_tokens=self._max_tokens,
             ignore_eos=True,
             temperature=self.settings.temperature,
             seed=self._num_submitted,

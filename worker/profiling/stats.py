@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from speclen.records import ProfileCell, StepRecord
+from speclen.records import Profile, ProfileCell, StepRecord
 
 Key = tuple[int, int]  # batch size, speculation length
 Step = tuple[float, float, int]  # latency_s, mean context length, number of its visit
@@ -51,27 +51,12 @@ def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list
     return [float(value) for value in np.cumprod(shares)], [int(value) for value in reached]
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileResult:
-    """An offline profile.
-
-    cells: measured ones only. survival[i]: probability that draft tokens 0..i are all accepted, from num_survival_rows[i]
-    rows. elapsed_s: measuring time.
-    largest_batch_size: set when larger ones did not fit in memory.
-    """
-
-    cells: tuple[ProfileCell, ...]
-    survival: tuple[float, ...]
-    num_survival_rows: tuple[int, ...]
-    elapsed_s: float
-    largest_batch_size: int | None = None
-
-
 @dataclass(slots=True)
 class ProfileSamples:
     """Single steps by cell, and accepted runs by length.
 
-    histograms[length][j]: sequences that accepted exactly j.
+    histograms[length][j]: sequences that accepted exactly j. elapsed_s: measuring time. largest_batch_size: set when larger
+    ones did not fit in memory.
     """
 
     steps: dict[Key, list[Step]] = field(default_factory=dict)
@@ -89,12 +74,8 @@ class ProfileSamples:
         for run, rows in enumerate(step.accepted_histogram):
             counts[run] += rows
 
-    def result(self) -> ProfileResult:
+    def result(self) -> Profile:
+        """The profile, of measured cells only."""
+        cells = tuple(measured_cell(key, steps) for key, steps in sorted(self.steps.items()))
         values, rows = survival(self.histograms)
-        return ProfileResult(
-            cells=tuple(measured_cell(key, steps) for key, steps in sorted(self.steps.items())),
-            survival=tuple(values),
-            num_survival_rows=tuple(rows),
-            elapsed_s=self.elapsed_s,
-            largest_batch_size=self.largest_batch_size,
-        )
+        return Profile(cells, tuple(values), tuple(rows))

@@ -24,8 +24,7 @@ from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.card import ControlSettings, WorkerCard
 from speclen.worker.reporting.control_stream import ControlStream
 from speclen.worker.reporting.messages import probe_of, table_of
-from speclen.worker.reporting.steadiness import SteadyDrafts
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.reporting.table import ArmTable, SteadyDrafts
 
 log = structlog.get_logger()
 

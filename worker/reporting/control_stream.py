@@ -168,10 +168,8 @@ class ControlStream:
     def _flush_interval_s(self, num_steps: int) -> float:
         """Delay of a report after so many steps."""
         settings = self._client.settings
-        fresh = num_steps < settings.num_fresh_steps
-        return self._pace * (
-            settings.flush_interval_s if fresh else max(settings.flush_interval_s, settings.calm_interval_s)
-        )
+        is_calm = num_steps >= settings.num_fresh_steps
+        return self._pace * max(settings.flush_interval_s, settings.calm_interval_s if is_calm else 0.0)
 
     @property
     def _pace(self) -> int:

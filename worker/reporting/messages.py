@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from speclen.records import Arm, Choice, OutputEvaluation, Probe, StepFlag, StepRecord, Table
 from speclen.v1 import control_pb2 as pb
 
@@ -13,28 +15,20 @@ _FLAGS: dict[StepFlag, pb.StepFlag.ValueType] = {
 
 def to_report(record: StepRecord) -> pb.StepReport:
     """Raises ValueError or TypeError for values that no message can hold."""
-    return pb.StepReport(
-        seq=record.seq,
-        batch_size=record.batch_size,
-        speculation_length=record.arm.speculation_length,
-        ngram=record.arm.ngram,
-        latency_s=record.latency_s,
-        accepted_histogram=record.accepted_histogram,
-        mean_context_length=record.mean_context_length,
-        decision_version=record.decision_version,
-        flags=[_FLAGS[flag] for flag in record.flags],
-        probe_id=record.probe_id,
-        class_histograms=[
-            pb.ClassHistogram(request_class=_CLASSES[kind], accepted_histogram=runs)
-            for kind, runs in record.class_histograms
-        ],
-        num_drafted_sequences=record.num_drafted_sequences,
-        num_verified_tokens=record.num_verified_tokens,
-        draft_prefill_s=record.draft_prefill_s,
-        num_new_sequences=record.num_new_sequences,
-        evaluations=[_to_evaluation(evaluation) for evaluation in record.evaluations],
-        num_unobserved_sequences=record.num_unobserved_sequences,
-    )
+    values = _flat(record)
+    values["flags"] = [_FLAGS[flag] for flag in record.flags]
+    values["class_histograms"] = [
+        pb.ClassHistogram(request_class=_CLASSES[kind], accepted_histogram=runs)
+        for kind, runs in record.class_histograms
+    ]
+    values["evaluations"] = [_to_evaluation(evaluation) for evaluation in record.evaluations]
+    return pb.StepReport(**values)
+
+
+def _flat(record: StepRecord | Choice) -> dict[str, Any]:
+    """The values of a record, with those of its arm beside the others."""
+    values = record._asdict()
+    return values | values.pop("arm")._asdict()
 
 
 def _to_evaluation(evaluation: OutputEvaluation) -> pb.OutputEvaluation:
@@ -44,19 +38,7 @@ def _to_evaluation(evaluation: OutputEvaluation) -> pb.OutputEvaluation:
 
 def to_table(version: int, choices: tuple[Choice, ...]) -> pb.LengthTable:
     """The table that a worker uses."""
-    return pb.LengthTable(
-        decision_version=version,
-        choices=[
-            pb.BucketChoice(
-                batch_min=choice.batch_min,
-                batch_max=choice.batch_max,
-                speculation_length=choice.arm.speculation_length,
-                ngram=choice.arm.ngram,
-                ms_per_token=choice.ms_per_token,
-            )
-            for choice in choices
-        ],
-    )
+    return pb.LengthTable(decision_version=version, choices=[pb.BucketChoice(**_flat(choice)) for choice in choices])
 
 
 def table_of(message: pb.LengthTable) -> Table:

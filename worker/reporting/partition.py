@@ -1,8 +1,7 @@
 """Choice among several controllers: the same on every machine, and few workers move when one is added.
 
-Rendezvous hashing (Thaler and Ravishankar 1998): the controller whose address, hashed with the worker's key, is largest.
-Controllers exchange nothing, so workers that learn together need the same one: all of a pair and device, unless these
-alone are too many for one.
+Rendezvous hashing (Thaler and Ravishankar 1998): the controller whose address, hashed with pair and device, is largest.
+Controllers exchange nothing, so workers that learn together need the same one: all of a pair and device.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ def controllers(addresses: str) -> list[str]:
     return [each.strip() for each in addresses.split(",") if each.strip()]
 
 
-def controller_of(addresses: str, by: str, context: pb.ContextKey, worker_id: str) -> str:
+def controller_of(addresses: str, context: pb.ContextKey) -> str:
     """The controller of a worker; "" for none. The order of the addresses does not matter."""
-    shared = [context.target, context.draft, context.device, *([worker_id] if by == "worker" else [])]
+    shared = context.target, context.draft, context.device
 
     def score(address: str) -> bytes:
         return hashlib.sha256("\n".join([address, *shared]).encode()).digest()

@@ -6,20 +6,16 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
 MAX_HELD_TOKENS = 32  # after so many without a whole character none will come
 CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenizers treat the first token differently
 MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
+BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 
-VISIBLE = (
-    *range(0x21, 0x7F),
-    *range(0xA1, 0xAD),
-    *range(0xAE, 0x100),
-)  # bytes that byte-level BPE names as Latin-1 does
-HIDDEN = sorted({*range(256)} - {*VISIBLE})  # which it names by the characters from 256 on
-BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + at): byte for at, byte in enumerate(HIDDEN)}
 FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from speclen.records import RequestClass
@@ -109,6 +110,24 @@ class SequenceOutput:
     num_accepted_tokens: int = 0
     admitted_at: float | None = None
     made_at: float = 0.0
+
+
+def joined(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
+    """Outputs of one sequence, in order, as one: the tokens of all, and the totals of the last."""
+    return replace(
+        outputs[-1],
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        text="".join(output.text for output in outputs),
+        logprobs=tuple(one for output in outputs for one in output.logprobs),
+    )
+
+
+def by_sequence(outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+    """Outputs in order, those of each sequence joined."""
+    groups: dict[tuple[str, int], list[SequenceOutput]] = {}
+    for output in outputs:
+        groups.setdefault((output.request_id, output.index), []).append(output)
+    return [joined(group) for group in groups.values()]
 
 
 class TextTooLongError(ValueError):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from speclen.worker.drafting.ngrams import NgramIndex
 from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
-from speclen.worker.requests.request import (
-    FinishReason,
-    GenerationRequest,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, TokenLogprobs
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.rules import RowSampling
@@ -160,13 +156,14 @@ class SequenceState:
 
     def show(self, new: NewTokens, logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
         """The output for the caller, once after every `append`."""
-        text, ids, error = new.text, new.ids, new.error
+        text, ids = new.text, new.ids
         if text is None:
             text = self._detokenizer.push(self._visible(ids, new.reason, new.matched))
         if new.reason is not None and not isinstance(new.matched, str):
             text += self._rest()
         shown = tuple(logprobs[: len(ids)]) if logprobs and self.request.sampling.logprobs is not None else ()
-        return self._output(tuple(ids), text, shown, new.reason, new.matched, error, is_callers=error is not None)
+        ended = {"finish_reason": new.reason, "matched_stop": new.matched, "error": new.error}
+        return self._output(token_ids=tuple(ids), text=text, logprobs=shown, is_callers=new.error is not None, **ended)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here, and show held-back text. error: the failure, None if a caller asked for the end."""
@@ -177,28 +174,13 @@ class SequenceState:
         except Exception:
             log.exception("the last text of request %s cannot be shown", self.request.request_id)
             text = ""
-        return self._output((), text, (), FinishReason.ABORT, None, error)
+        return self._output(token_ids=(), text=text, finish_reason=FinishReason.ABORT, error=error)
 
-    def _output(
-        self,
-        ids: tuple[int, ...],
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...],
-        reason: FinishReason | None,
-        matched: int | str | None,
-        error: str | None = None,
-        is_callers: bool = False,
-    ) -> SequenceOutput:
+    def _output(self, **news: Any) -> SequenceOutput:
+        """An output with the totals so far, and its news."""
         return SequenceOutput(
             request_id=self.request.request_id,
             index=self.index,
-            token_ids=ids,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=reason,
-            matched_stop=matched,
-            error=error,
-            is_callers=is_callers,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,
@@ -206,6 +188,7 @@ class SequenceState:
             num_accepted_tokens=self.num_accepted_tokens,
             admitted_at=self.admitted_at,
             made_at=time.monotonic(),
+            **news,
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
@@ -244,30 +227,6 @@ class SequenceState:
             return rest
         shown, _ = self._stops.push(rest)
         return shown + self._stops.flush()
-
-
-def make_sequences(
-    request: GenerationRequest,
-    on_output: OnOutput,
-    *,
-    decode: Decode,
-    eos_token_ids: tuple[int, ...],
-    max_context_length: int,
-    draft_context_length: int,
-) -> Iterator[SequenceState]:
-    """The n sequences of a request, made one by one. decode: ids to text."""
-    shared = SharedPrompt() if request.sampling.n > 1 else None
-    for index in range(request.sampling.n):
-        yield SequenceState(
-            request,
-            index,
-            on_output,
-            decode=decode,
-            eos_token_ids=eos_token_ids,
-            max_context_length=max_context_length,
-            draft_context_length=draft_context_length,
-            shared=shared,
-        )
 
 
 def make_row_sampling(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
@@ -17,6 +17,19 @@ MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_ENTRIES, "logit_bias": M
 MAX_LOGPROBS = 20
 MAX_ANSWER_LOGPROBS = 250_000  # in one answer that is put together as a whole: some 25 MB of JSON
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or not: -1 is the same as 2**64 - 1
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),  # 0 excluded
+    "top_k": (0, math.inf),
+    "min_p": (0, 1),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 10),
+    "presence_penalty": (-10, 10),
+    "frequency_penalty": (-10, 10),
+    "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
+    "n": (1, MAX_SEQUENCES),
+    "seed": (MIN_SEED, MAX_SEED),
+}
 
 
 def check_request(
@@ -57,62 +70,48 @@ def check_length(name: str, entries: Sized, limit: int) -> None:
         raise ValueError(f"{name} has {len(entries)} entries, at most {limit} are allowed")
 
 
-def num_answer_logprobs(request: GenerationRequest, max_context_length: int) -> int:
-    """Largest number of log-probability entries over all its sequences."""
-    sampling = request.sampling
-    tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
-    return sampling.n * tokens * (sampling.logprobs or 0)
-
-
-def check_answer_size(request: GenerationRequest, max_context_length: int) -> None:
-    """Raises ValueError if the answer's last message, with all log probabilities, would be too large."""
-    if (entries := num_answer_logprobs(request, max_context_length)) > MAX_ANSWER_LOGPROBS:
+def check_answer_size(requests: Iterable[GenerationRequest], max_context_length: int) -> None:
+    """Raises ValueError if an answer with all log probabilities of the requests would be too large for one message."""
+    entries = 0
+    for request in requests:
+        sampling = request.sampling
+        tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
+        entries += sampling.n * tokens * (sampling.logprobs or 0)
+    if entries > MAX_ANSWER_LOGPROBS:
         raise ValueError(
-            f"logprobs of n x max_tokens tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask "
-            "for fewer"
+            f"logprobs of so many tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask for "
+            "fewer, or over HTTP use stream"
         )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError with one sentence for the first field that is out of range."""
     check_lengths(sampling)
-    _check_range("temperature", sampling.temperature, 0, 100)
-    _check_range("top_p", sampling.top_p, 0, 1, low_open=True)
-    _check_range("top_k", sampling.top_k, 0, math.inf)
-    _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, 10)
-    _check_range("presence_penalty", sampling.presence_penalty, -10, 10)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -10, 10)
+    for name, (low, high) in RANGES.items():
+        if (value := getattr(sampling, name)) is not None:
+            _check_range(name, value, low, high)
+    if sampling.logprobs is not None:
+        _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    if sampling.top_p == 0:
+        raise ValueError("top_p is 0, but must be more than 0 and at most 1")
     _check_ids("logit_bias token", sampling.logit_bias, vocab_size)
     for token, bias in sampling.logit_bias.items():
         _check_range(f"logit_bias[{token}]", bias, -100, 100)
-    _check_range("max_tokens", sampling.max_tokens, 1, math.inf)
-    _check_range("min_tokens", sampling.min_tokens, 0, math.inf)
     if sampling.min_tokens > sampling.max_tokens:
         raise ValueError(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}")
     _check_ids("stop_token_ids token", sampling.stop_token_ids, vocab_size)
-    _check_range("n", sampling.n, 1, MAX_SEQUENCES)
-    if sampling.seed is not None:
-        _check_range("seed", sampling.seed, MIN_SEED, MAX_SEED)
-    if sampling.logprobs is not None:
-        _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
-    _check_stop(sampling.stop)
+    for text in sampling.stop:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise ValueError(f"stop has a string of {len(text)} characters, allowed are 1 to {MAX_STOP_LENGTH}")
 
 
-def _check_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
-    if not (low < value if low_open else low <= value) or not value <= high:  # NaN fails too
-        bounds = f"more than {low:g}" if low_open else f"at least {low:g}"
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails too
         upper = "" if high == math.inf else f" and at most {high}"
-        raise ValueError(f"{name} is {value}, but must be {bounds}{upper}")
+        raise ValueError(f"{name} is {value}, but must be at least {low:g}{upper}")
 
 
 def _check_ids(name: str, ids: object, vocab_size: int) -> None:
     for token in ids:  # type: ignore[attr-defined]
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} {token} is unknown: token ids go from 0 to {vocab_size - 1}")
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    for text in stop:
-        if not 1 <= len(text) <= MAX_STOP_LENGTH:
-            raise ValueError(f"stop has a string of {len(text)} characters, allowed are 1 to {MAX_STOP_LENGTH}")

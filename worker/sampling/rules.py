@@ -130,14 +130,8 @@ class BatchSampling:
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities of the first len(logits) rows."""
-        n = len(logits)
-        return distribution(
-            logits,
-            self.temperature[:n],
-            None if self.top_k is None else self.top_k[:n],
-            None if self.top_p is None else self.top_p[:n],
-            None if self.min_p is None else self.min_p[:n],
-        )
+        n, cuts = len(logits), (self.top_k, self.top_p, self.min_p)
+        return distribution(logits, self.temperature[:n], *(None if one is None else one[:n] for one in cuts))
 
 
 class SamplingRule:

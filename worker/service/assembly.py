@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
 import torch
@@ -15,7 +14,7 @@ from speclen.v1 import control_pb2, generation_pb2
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.reporting.card import WorkerCard
@@ -38,11 +37,10 @@ def initial_table(config: WorkerConfig, limits: Limits) -> tuple[ArmTable, bool]
     return ArmTable.constant(DEFAULT_ARM, limits, "default"), True
 
 
-def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> ControlClient:
+def make_control(config: WorkerConfig, pair: ModelPair, prepared: PreparedPair | Engine) -> ControlClient:
     """The control client with the worker's name, context and first table."""
-    limits = Limits(config.max_batch_size, max_length(config, pair), config.may_use_ngrams)
-    table, follow = initial_table(config, limits)
-    context = context_key(pair, backend)
+    table, follow = initial_table(config, prepared.limits)
+    context = context_key(pair, prepared.backend)
     if config.profile is not None and (different := foreign_parts(config.profile, context)):
         # Used all the same, with a warning: it was named on purpose, and a controller corrects it.
         log.warning("the profile was measured elsewhere", profile=str(config.profile), different="; ".join(different))
@@ -50,17 +48,13 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
         worker_id=config.worker_id or f"{socket.gethostname()}:{config.listen.rpartition(':')[2]}",
         epoch=time.time_ns(),
         context=context,
-        limits=limits,
+        limits=prepared.limits,
         address=config.listen,
         policy=config.policy,
         run_id=config.run_id,
+        probe_steps=4 if prepared.target.slow_changes else 3,
     )
     return ControlClient(card, table, follow)
-
-
-def max_length(config: WorkerConfig, pair: ModelPair) -> int:
-    """Largest speculation length; 0 without a draft model."""
-    return config.max_length if pair.draft is not None else 0
 
 
 def model_facts(
@@ -91,7 +85,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
-        max_speculation_length=max_length(config, pair),
+        max_speculation_length=config.max_length if pair.draft is not None else 0,
         ngram=config.may_use_ngrams,
         max_kv_tokens=config.max_kv_tokens or None,
         max_cached_tokens=config.max_cached_tokens,
@@ -99,12 +93,11 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     )
     prepared = prepare(pair, engine_config)
     progress(f"{prepared.backend} runs the models")
-    control = make_control(config, pair, prepared.backend)
+    control = make_control(config, pair, prepared)
     engine = Engine(pair, engine_config, control, prepared)
     if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
         # Else the first request on a busy machine, with one thread fewer, waits for seconds.
         prepare_threads(engine, engine.num_threads - 1)
-    control.card = card_of(control.card, engine)
     return pair, engine, control
 
 
@@ -119,8 +112,3 @@ def prepare_threads(engine: Engine, num_threads: int) -> None:
             log.info("threads are not prepared", num_threads=num_threads, reason=str(error))
         finally:
             model.use_threads(engine.num_threads)
-
-
-def card_of(card: WorkerCard, engine: Engine) -> WorkerCard:
-    """The card with the engine's limits, which may be lower than the settings."""
-    return replace(card, limits=engine.limits, probe_steps=4 if engine.target.slow_changes else 3)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -26,8 +26,7 @@ from speclen.worker.requests.request import (
     SlowReaderError,
 )
 from speclen.worker.service.admission import Admission
-from speclen.worker.service.relay import OutputRelay, OutputStream
-from speclen.worker.service.run import Run
+from speclen.worker.service.relay import OutputRelay, OutputStream, Run
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 LOOK_S = 0.01  # between two checks for the end of a request
@@ -137,7 +136,8 @@ class AsyncEngine:
         """
         for one in requests:
             self.engine.check(one)
-        runs = {one.request_id: self._noted(one, stream, arrived_at) for one in requests}
+        leave, timeline = self.admission.fair_queue.leave, self.metrics.timeline
+        runs = {one.request_id: Run(one, stream, timeline(one.sampling.n, arrived_at), leave) for one in requests}
         stream.on_output = lambda output: runs[output.request_id].saw(output)
         tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
         try:
@@ -151,10 +151,6 @@ class AsyncEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float) -> Run:
-        timeline = self.metrics.timeline(request.sampling.n, arrived_at)
-        return Run(request, stream, timeline, self.admission.fair_queue.leave)
 
     async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Run the request to its end; an error becomes the stream's failure."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from speclen.worker.service.fair_queue import Aside
 from speclen.worker.structured import trial
 from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import StructuredOutput, reason, shown, source
-from speclen.worker.structured.trial_process import Trial
 
 MAX_WAITING = 16  # new grammars
 TRIAL_S = 5.0  # that one may take
@@ -24,14 +22,6 @@ MAX_CACHED_BYTES = 256 * 2**20
 # Over all sequences: initial bytes, and lexer states of some 2 kB each, which are made on demand.
 MAX_BYTES, MAX_ALL_STATES = 2 * 2**30, 400_000
 LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one sequence may have, however many there are
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """num_bytes: of memory that the grammar took."""
-
-    grammar: Grammar
-    num_bytes: int
 
 
 class Grammars:
@@ -48,9 +38,9 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(end_ids)
-        self._trial = Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
+        self._trial = trial.Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
         self._matching: Any = None  # llguidance's tokenizer
-        self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
+        self._prepared: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least used first
         self.aside = Aside("grammars", MAX_WAITING)
 
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
@@ -58,9 +48,9 @@ class Grammars:
         if wanted not in self._prepared:
             self._keep(wanted, await self.aside.do(caller, self._make, wanted))
         self._prepared.move_to_end(wanted)
-        return self._prepared[wanted].grammar
+        return self._prepared[wanted]
 
-    def _make(self, wanted: StructuredOutput) -> Prepared:
+    def _make(self, wanted: StructuredOutput) -> Grammar:
         if (known := self._prepared.get(wanted)) is not None:  # made while this call waited
             return known
         text = source(wanted)
@@ -73,7 +63,7 @@ class Grammars:
             too_much = f"takes {num_bytes / 2**20:.0f} MiB, and may take {self._max_bytes / 2**20:.0f}"
             raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: it {too_much}")
         matcher = trial.make_matcher(self._matching, text, self._trial.max_states)
-        return Prepared(Grammar(matcher, self._vocab_size, self._end_ids), num_bytes)
+        return Grammar(matcher, self._vocab_size, self._end_ids, num_bytes)
 
     def _make_tokenizer(self, wanted: StructuredOutput) -> Any:
         """llguidance's own, which takes up to a second. Raises ValueError where there can be none."""
@@ -90,8 +80,8 @@ class Grammars:
         self._trial.facts = facts
         return made
 
-    def _keep(self, wanted: StructuredOutput, prepared: Prepared) -> None:
-        self._prepared[wanted] = prepared
+    def _keep(self, wanted: StructuredOutput, grammar: Grammar) -> None:
+        self._prepared[wanted] = grammar
         while len(self._prepared) > 1 and (
             len(self._prepared) > MAX_CACHED or sum(one.num_bytes for one in self._prepared.values()) > MAX_CACHED_BYTES
         ):

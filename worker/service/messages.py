@@ -5,39 +5,19 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from dataclasses import fields
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.requests.request import (
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
 from speclen.worker.requests.validation import check_length, check_lengths
 from speclen.worker.structured.grammar import Grammar
 from speclen.worker.structured.source import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 
 MAX_REQUEST_ID = 128
 
-FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-}
-
 # Optional fields: absent means the default of SamplingParams, zero means zero.
-OPTIONAL = ("temperature", "top_p", "repetition_penalty", "max_tokens", "n", "seed", "logprobs")
-PLAIN = (
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "include_special_tokens",
-)
+NAMES = {field.name for field in fields(SamplingParams)}
+OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.name in NAMES and field.has_presence]
 
 
 def to_sampling(message: pb.SamplingParams) -> SamplingParams:
@@ -46,14 +26,10 @@ def to_sampling(message: pb.SamplingParams) -> SamplingParams:
     Raises ValueError for lists that are too long, before a million entries are copied.
     """
     check_lengths(message)
-    values = {name: getattr(message, name) for name in PLAIN}
-    values |= {name: getattr(message, name) for name in OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    return SamplingParams(
-        **values,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logit_bias=dict(message.logit_bias),
-    )
+    absent = {name for name in OPTIONAL if not message.HasField(name)}
+    values = {name: getattr(message, name) for name in NAMES - absent}
+    lists = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
+    return SamplingParams(**values | lists | {"logit_bias": dict(message.logit_bias)})
 
 
 def to_fixed_length(message: pb.Speculation) -> int | None:
@@ -113,53 +89,37 @@ def to_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     ]
 
 
-class SequenceMessages:
-    """Builder of the messages of one sequence: chunks, and the completion of all added outputs."""
+def to_chunk(output: SequenceOutput) -> pb.GenerateResponse:
+    """The message of some tokens of a stream."""
+    chunk = pb.GenerateChunk(
+        token_ids=output.token_ids,
+        text=output.text,
+        prompt_tokens=output.num_prompt_tokens,
+        completion_tokens=output.num_completion_tokens,
+        index=output.index,
+        logprobs=to_logprobs(output.logprobs),
+    )
+    return pb.GenerateResponse(request_id=output.request_id, chunk=chunk)
 
-    def __init__(self, request_id: str, index: int) -> None:
-        self.request_id = request_id
-        self.index = index
-        self.token_ids: list[int] = []
-        self.text: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
 
-    def add(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Add outputs of one or more steps to the completion."""
-        for output in outputs:
-            self.token_ids += output.token_ids
-            self.text.append(output.text)
-            self.logprobs += output.logprobs
-
-    def chunk(self, outputs: Sequence[SequenceOutput]) -> pb.GenerateResponse:
-        """One chunk for the outputs of one or more steps, which must not be empty."""
-        chunk = pb.GenerateChunk(
-            token_ids=[token for output in outputs for token in output.token_ids],
-            text="".join(output.text for output in outputs),
-            prompt_tokens=outputs[-1].num_prompt_tokens,
-            completion_tokens=outputs[-1].num_completion_tokens,
-            index=self.index,
-            logprobs=to_logprobs([one for output in outputs for one in output.logprobs]),
-        )
-        return pb.GenerateResponse(request_id=self.request_id, chunk=chunk)
-
-    def complete(self, last: SequenceOutput) -> pb.GenerateResponse:
-        """The completion, once every output was added, `last` included."""
-        assert last.finish_reason is not None
-        complete = pb.GenerateComplete(
-            output_ids=self.token_ids,
-            text="".join(self.text),
-            finish_reason=FINISH_REASONS[last.finish_reason],
-            usage=pb.Usage(prompt_tokens=last.num_prompt_tokens, completion_tokens=last.num_completion_tokens),
-            speculation=pb.SpeculationStats(
-                num_steps=last.num_steps,
-                num_draft_tokens=last.num_draft_tokens,
-                num_accepted_tokens=last.num_accepted_tokens,
-            ),
-            index=self.index,
-            logprobs=to_logprobs(self.logprobs),
-        )
-        if isinstance(last.matched_stop, str):
-            complete.matched_stop_string = last.matched_stop
-        elif last.matched_stop is not None:
-            complete.matched_token_id = last.matched_stop
-        return pb.GenerateResponse(request_id=self.request_id, complete=complete)
+def to_complete(output: SequenceOutput) -> pb.GenerateResponse:
+    """The completion of a sequence, from all of its outputs joined."""
+    assert output.finish_reason is not None
+    complete = pb.GenerateComplete(
+        output_ids=output.token_ids,
+        text=output.text,
+        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{output.finish_reason.name}"),
+        usage=pb.Usage(prompt_tokens=output.num_prompt_tokens, completion_tokens=output.num_completion_tokens),
+        speculation=pb.SpeculationStats(
+            num_steps=output.num_steps,
+            num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=output.num_accepted_tokens,
+        ),
+        index=output.index,
+        logprobs=to_logprobs(output.logprobs),
+    )
+    if isinstance(output.matched_stop, str):
+        complete.matched_stop_string = output.matched_stop
+    elif output.matched_stop is not None:
+        complete.matched_token_id = output.matched_stop
+    return pb.GenerateResponse(request_id=output.request_id, complete=complete)

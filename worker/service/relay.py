@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from speclen.worker.requests.request import SequenceOutput
+from speclen.worker.observing.metrics import RequestTimeline
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 
 # Most tokens of one request that wait for its client: with 20 log probabilities each they take some 30 MB.
 MAX_WAITING_TOKENS = 16_384
@@ -96,14 +98,11 @@ class OutputRelay:
             self._call(self._deliver)
         elif not (urgent or self._scheduled or stream.until_end):
             self._scheduled = True
-            self._call(self._deliver_later)
+            self._call(lambda: self._loop.call_later(self._interval_s, self._deliver_timed))
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
-
-    def _deliver_later(self) -> None:
-        self._loop.call_later(self._interval_s, self._deliver_timed)
 
     def _deliver_timed(self) -> None:
         self._scheduled = False
@@ -114,3 +113,56 @@ class OutputRelay:
         while self._gathered:
             stream, output = self._gathered.popleft()
             stream.put(output)
+
+
+class Run:
+    """One request from the queue to its end. leave: frees the place that was entered at that time."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        stream: OutputStream,
+        timeline: RequestTimeline,
+        leave: Callable[[float], None],
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.timeline = timeline
+        self.ended = asyncio.Event()
+        self.num_outside = request.sampling.n  # the last sequences, not admitted yet
+        self._inside: dict[int, float] = {}  # admission times of the others, without ended ones
+        self._leave = leave
+
+    def enter(self, entered_at: float) -> None:
+        """Note that the next sequence has its place."""
+        self._inside[self.request.sampling.n - self.num_outside] = entered_at
+        self.num_outside -= 1
+
+    def saw(self, output: SequenceOutput) -> None:
+        """Note every output of the request, in order, also where the client does not read."""
+        self.timeline.saw(output)
+        if output.finish_reason is None:
+            return
+        if output.index in self._inside:
+            self._leave(self._inside.pop(output.index))
+        if not self._inside and not self.num_outside:
+            self.ended.set()
+
+    def leave(self) -> None:
+        """Free the remaining places."""
+        while self._inside:
+            self._leave(self._inside.popitem()[1])
+
+    def abort_outside(self) -> bool:
+        """End the sequences that are not admitted yet. Returns True if there are any."""
+        num_outside, self.num_outside = self.num_outside, 0
+        for index in range(self.request.sampling.n - num_outside, self.request.sampling.n):
+            self.stream.put(
+                SequenceOutput(
+                    *(self.request.request_id, index, (), ""),
+                    finish_reason=FinishReason.ABORT,
+                    num_prompt_tokens=len(self.request.prompt_ids),
+                    made_at=time.monotonic(),
+                )
+            )
+        return num_outside > 0

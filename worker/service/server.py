@@ -8,10 +8,8 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable
 
-import grpc
 import structlog
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -30,8 +28,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
-from speclen.worker.observing.metrics import WorkerMetrics, page_of
-from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
@@ -60,8 +57,6 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
-
-Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 # Opens a further front for the length of a block, from settings, engine, metrics page and failure callback. The value: one
 # line about it for the user, or "".
@@ -100,14 +95,15 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     go on.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    security, credentials, metadata = check_config(config)
+    check_config(config)
+    security, controller = config.server_security(), config.controller_security()
+    credentials, metadata = controller.credentials(), controller.metadata()
     supervisor = Supervisor()
     torch_thread = EngineThread()
     torch_thread.start()
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     card = control.card
-    mine = controller_of(config.controller, config.controller_by, card.context, card.worker_id)
-    config = dataclasses.replace(config, controller=mine)
+    config = dataclasses.replace(config, controller=controller_of(config.controller, card.context))
     async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
     servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
@@ -144,9 +140,8 @@ def make_async_engine(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """The engine for gRPC and HTTP, and the metrics page, served if configured."""
-    admission = Admission(
-        pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s
-    )
+    num_rows = engine.limits.max_batch_size
+    admission = Admission(pair, engine.max_context_length, num_rows, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: admission.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target
@@ -181,25 +176,14 @@ async def ending(
         await asyncio.to_thread(async_engine.admission.close)  # waits for a running trial of a grammar
 
 
-def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
-    """The worker's security, and credentials and metadata for the controller.
-
-    Raises ValueError, or OSError when a port is taken.
-    """
+def check_config(config: WorkerConfig) -> None:
+    """Raises ValueError for settings that cannot work on this machine, OSError when a port is taken."""
     config.check_listening()
-    check_device(config)
-    controller = config.controller_security()
-    return config.server_security(), controller.credentials(), controller.metadata()
-
-
-def check_device(config: WorkerConfig) -> None:
-    """Raises ValueError for a device that this machine lacks, and when OpenVINO is to run models here and cannot."""
     device = resolve_device(config.device)
-    if config.backend != "openvino":
-        return
-    reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
-    if reason is not None:
-        raise ValueError(f"--backend openvino: {reason}")
+    if config.backend == "openvino":
+        reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
+        if reason is not None:
+            raise ValueError(f"--backend openvino: {reason}")
 
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
@@ -235,25 +219,18 @@ def watch_threads(config: WorkerConfig, engine: Engine, supervisor: Supervisor) 
 
 
 async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:
-    """Take no more requests, finish the running ones, and send the last reports. check: as `wait_until_idle`."""
+    """Take no more requests, finish the running ones, and send the last reports.
+
+    check: called while requests run; raises when waiting is useless.
+    """
     engine.drain()
-    await wait_until_idle(engine, timeout_s, check)
-    await flush_reports(control)
-
-
-async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable[[], None]) -> None:
-    """Wait until every request is answered. check: called repeatedly; raises when waiting is useless."""
     deadline = time.monotonic() + timeout_s
     while engine.num_open:
         check()
         if time.monotonic() >= deadline:
             log.warning("drain timed out, ending what still runs", num_running=engine.num_open)
-            return
+            break
         await asyncio.sleep(0.05)
-
-
-async def flush_reports(control: ControlClient) -> None:
-    """Send the last reports, and give the controller a moment to acknowledge them."""
     control.hand_over()
     deadline = time.monotonic() + FLUSH_TIMEOUT_S
     while control.connected and control.buffer and time.monotonic() < deadline:

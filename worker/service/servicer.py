@@ -20,10 +20,10 @@ from speclen.v1 import generation_pb2_grpc
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.reporting.messages import to_table
-from speclen.worker.requests.request import RefusedError, SequenceOutput
+from speclen.worker.requests.request import RefusedError, SequenceOutput, by_sequence, joined
 from speclen.worker.requests.validation import check_answer_size, check_length, prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
+from speclen.worker.service.messages import to_chunk, to_complete, to_request, to_request_id, to_structured_output
 from speclen.worker.service.relay import OutputStream
 
 log = structlog.get_logger()
@@ -93,25 +93,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
         grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
-        check_answer_size(generation, self._engine.max_context_length)
+        check_answer_size([generation], self._engine.max_context_length)
 
         def tell_queue_time() -> None:
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
 
         write = functools.partial(self._write, stream, context)
-        sequences: dict[int, SequenceMessages] = {}  # as they come: n is checked at admission
+        told: dict[int, list[SequenceOutput]] = {}  # by sequence
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
         running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time, patience_s)
         async with running as all_outputs:
             async for outputs in all_outputs:
-                for index, group in group_by_index(outputs).items():
-                    sequence = sequences.get(index) or sequences.setdefault(index, SequenceMessages(request_id, index))
-                    sequence.add(group)
-                    if message.stream and any(output.token_ids or output.text for output in group):
-                        await write(sequence.chunk(group))
-                    if group[-1].finish_reason is not None:
-                        await write(sequence.complete(group[-1]))
-                        del sequences[index]
+                for output in by_sequence(outputs):
+                    told.setdefault(output.index, []).append(output)
+                    if message.stream and (output.token_ids or output.text):
+                        await write(to_chunk(output))
+                    if output.finish_reason is not None:
+                        await write(to_complete(joined(told.pop(output.index))))
                     await asyncio.sleep(0)  # log probabilities of one sequence may take long
 
     async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
@@ -159,14 +157,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             server=self._identity,
             controller=self._control.controller,
         )
-
-
-def group_by_index(outputs: Sequence[SequenceOutput]) -> dict[int, list[SequenceOutput]]:
-    """Outputs by sequence, each group in order of arrival."""
-    groups: dict[int, list[SequenceOutput]] = {}
-    for output in outputs:
-        groups.setdefault(output.index, []).append(output)
-    return groups
 
 
 def caller_of(context: Context, keyring: Keyring | None = None) -> str:

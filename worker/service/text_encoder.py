@@ -38,14 +38,9 @@ class TextEncoder:
     ) -> list[int]:
         """Token ids. any_length: of a text that need not fit in the context.
 
-        Raises TextTooLongError for one that cannot fit, ValueError for half characters, QueueFullError when too many long
-        ones wait.
+        Raises TextTooLongError for one that cannot fit, QueueFullError when too many long ones wait.
         """
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError:
-            raise ValueError("prompt holds half a character (a lone surrogate): send whole ones") from None
-        if num_bytes <= SHORT_BYTES:
+        if len(text.encode()) <= SHORT_BYTES:
             return self._encode(text, add_special_tokens)
         if len(text) > self._prefix_length and not any_length:
             await self._check_prefix(text[: self._prefix_length], caller)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,33 +18,15 @@ from speclen.worker.models.upload import upload
 
 SLOW_MASK_S = 0.002
 MASK_SMOOTHING = 0.2  # weight of the newest
-
-
-class Matcher(Protocol):
-    """Matcher of one output against a grammar; llguidance's LLMatcher. After an error it stays in error."""
-
-    def compute_bitmask(self) -> bytes:
-        """One bit a token, the lowest first; end tokens are allowed where the output may end."""
-
-    def consume_token(self, sampled_token: int) -> bool:
-        """Read a token; True if it could follow."""
-
-    def rollback(self, num_tokens: int) -> bool: ...
-
-    def deep_copy(self) -> Matcher: ...
-
-    def is_accepting(self) -> bool:
-        """True if the output may end here."""
-
-    def is_error(self) -> bool: ...
-
-    def get_error(self) -> str: ...
+# llguidance's LLMatcher. After an error it stays in error; end tokens are allowed where the output may end.
+Matcher: TypeAlias = Any
 
 
 class Grammar:
-    """A compiled grammar for any number of outputs. end_ids: tokens that end an output."""
+    """A compiled grammar for any number of outputs. end_ids: tokens that end an output. num_bytes: memory that it took."""
 
-    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int], num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)

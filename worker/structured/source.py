@@ -34,8 +34,6 @@ def source(wanted: StructuredOutput) -> str:
     """
     if len(wanted.text) > MAX_TEXT:
         raise ValueError(f"{wanted.field} has {len(wanted.text)} characters, at most {MAX_TEXT} are allowed")
-    check_whole(wanted.field, wanted.text)
-    check_whole(f"{wanted.field.partition('.')[0]}.whitespace_pattern", wanted.whitespace or "")
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -56,7 +54,6 @@ def choice_grammar(wanted: StructuredOutput) -> str:
     choices = json.loads(wanted.text)
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise ValueError(f"{wanted.field} has {len(choices)} choices, allowed are 1 to {MAX_CHOICES}")
-    check_whole(wanted.field, "".join(choices))
     # In ASCII: Lark's strings hold no control characters, and JSON does not escape DEL otherwise.
     return "start: " + " | ".join(json.dumps(choice) for choice in choices)
 
@@ -66,10 +63,9 @@ def json_grammar(wanted: StructuredOutput) -> str:
 
     try:
         schema = json.loads(wanted.text)
-        spelled = json.dumps(schema, ensure_ascii=False)
+        json.dumps(schema, ensure_ascii=False).encode()  # UTF-8 has no half characters
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is not valid JSON: {error}") from None
-    check_whole(wanted.field, spelled)
     if not isinstance(schema, dict) and schema is not True:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is no JSON schema that anything fits")
     # oneOf is only supported where the branches provably exclude one another, which tags with a default do not.
@@ -83,14 +79,6 @@ def json_grammar(wanted: StructuredOutput) -> str:
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: {reason(str(error))}") from None
-
-
-def check_whole(field: str, text: str) -> None:
-    """Raises ValueError for a text that UTF-8 cannot encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{field} holds half a character (a lone surrogate): send whole ones") from None
 
 
 def shown(text: str) -> str:

@@ -2,9 +2,7 @@
 
     trace.py       the model as torch.jit.trace records it, with operators of our own for attention and products
     convert.py     its conversion to OpenVINO
-    blocks.py      keys and values in blocks; a row is a list of blocks
-    prefix.py      prefix cache: blocks by their tokens
-    inputs.py      inputs of a pass
+    blocks.py      keys and values in blocks: a row is a list of blocks; prefix cache: blocks by their tokens
     model.py       the compiled model and its passes
     huge_pages.py  larger pages for its weights
 
@@ -17,13 +15,12 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.passes import PassModel
 from speclen.worker.models.loading import cpu_has_bfloat16
 
@@ -62,28 +59,15 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def load(
-    model: Any,
-    layers: Sequence[LayerShape],
-    num_rows: int,
-    row_length: int,
-    max_context_length: int,
-    dtype: torch.dtype,
-    num_threads: int,
-    max_cached_tokens: int = 0,
-) -> PassModel:
-    """The model with `num_rows` rows of up to `row_length` tokens. It shares the given model's weights.
+def load(model: Any, pool: BlockPool, max_context_length: int) -> PassModel:
+    """The model with the rows of a pool. It shares the given model's weights.
 
-    max_cached_tokens: capacity of the prefix cache.
-    Raises the errors of conversion and compilation, of any kind; MemoryError when the rows do not fit.
+    Raises the errors of conversion and compilation, of any kind.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", MOST_ISA)
     # Not at the top: importing takes a third of a second, and most machines have no openvino.
-    from speclen.worker.backends.openvino.blocks import BlockPool
     from speclen.worker.backends.openvino.convert import convert
     from speclen.worker.backends.openvino.model import OpenVinoModel
 
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    pool = BlockPool(layers, num_rows, row_length, dtype, max_cached_tokens)
-    converted, weights = convert(model, layers)
-    return OpenVinoModel(converted, weights, num_bytes, pool, max_context_length, num_threads)
+    return OpenVinoModel(*convert(model, pool.shapes), num_bytes, pool, max_context_length)

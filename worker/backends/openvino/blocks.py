@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from speclen.worker.backends.kv_cache import LayerShape, reserve
-from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS, PrefixCache
 
+BLOCK_TOKENS = 32  # what OpenVINO's attention on a CPU reads at a time
+NOBODY = 0  # the block before the first one of a text
 FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not ask the kernel for every block
 
 
@@ -51,7 +53,7 @@ class BlockPool:
         self.spare_block = num_rows * row_blocks + num_cached
         self.num_blocks = self.spare_block + 1
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
-        self._mapping = self._reserve()
+        self._mapping = reserve(self.num_blocks * BLOCK_TOKENS * self.bytes_per_token, num_rows, max_length)
         self.caches = self._make_caches()
         self._tables = np.zeros((num_rows, row_blocks), np.int32)
         self._held = np.zeros(num_rows, np.int64)  # blocks of each row
@@ -63,16 +65,6 @@ class BlockPool:
         self._num_touched = 0  # blocks from here on were never used
         self._reached_for: tuple[int, bytes] | None = None  # what `reach` was asked last; None once it may be wrong
         self._reached = np.zeros(0, np.int32), np.zeros(1, np.int32)
-
-    def _reserve(self) -> mmap.mmap:
-        num_bytes = self.num_blocks * BLOCK_TOKENS * self.bytes_per_token
-        try:
-            return reserve(num_bytes)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(
-                f"{self.num_rows} rows of {self.max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV, which cannot be "
-                "had: lower the batch size or the context length"
-            ) from error
 
     def _make_caches(self) -> list[np.ndarray]:
         kind = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
@@ -201,3 +193,62 @@ def begins_of(counts: np.ndarray) -> np.ndarray:
     begins = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=begins[1:])
     return begins
+
+
+class PrefixCache:
+    """Cache of at most `max_blocks` full blocks by the tokens they hold, which sequences with the same beginning share.
+
+    The contents of a block depend on all tokens before it, so its key is its own tokens and the block before. Keys are
+    compared whole: texts are never confused. The least recently used block is evicted first, and of a text its last one,
+    since a match marks blocks from the last to the first.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._names = itertools.count(NOBODY + 1)
+        # (name of the block before, the block's tokens) → (its own name, the block)
+        self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+
+    def match(self, ids: Sequence[int]) -> list[int]:
+        """The longest known run of blocks that hold the first tokens of `ids`."""
+        keys, blocks, before = [], [], NOBODY
+        for tokens in _full_blocks(ids):
+            key = before, tokens
+            if key not in self._known:
+                break
+            before, block = self._known[key]
+            keys.append(key)
+            blocks.append(block)
+        self._use(keys)
+        return blocks
+
+    def add(self, ids: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Note that blocks hold the tokens `ids`. Returns the new ones among them, and the evicted ones."""
+        keys, new, before = [], [], NOBODY
+        for tokens, block in zip(_full_blocks(ids), blocks, strict=False):
+            key = before, tokens
+            if key not in self._known:
+                self._known[key] = next(self._names), block
+                new.append(block)
+            before = self._known[key][0]
+            keys.append(key)
+        self._use(keys)
+        given_up = [self._known.popitem(last=False)[1][1] for _ in range(len(self._known) - self._max_blocks)]
+        return new, given_up
+
+    def clear(self) -> list[int]:
+        """Empty the cache; returns its blocks."""
+        blocks = [block for _, block in self._known.values()]
+        self._known.clear()
+        return blocks
+
+    def _use(self, keys: list[tuple[int, bytes]]) -> None:
+        for key in reversed(keys):
+            self._known.move_to_end(key)
+
+
+def _full_blocks(ids: Sequence[int]) -> list[bytes]:
+    """The tokens of each full block."""
+    full = len(ids) // BLOCK_TOKENS * BLOCK_TOKENS
+    numbers = np.array(ids[:full], np.int32)
+    return [numbers[at : at + BLOCK_TOKENS].tobytes() for at in range(0, full, BLOCK_TOKENS)]

@@ -18,27 +18,30 @@ HUGE = 2 * 2**20
 MADV_COLLAPSE = 25
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-Range = tuple[int, int]  # addresses: the first byte, and the one after the last
-
 
 class NewMemory:
     """Memory that the process allocates from now on."""
 
     def __init__(self) -> None:
-        self._before = _present() if _allowed() else None
+        self._before = _pages() if _allowed() else None
 
     def use_huge_pages(self) -> None:
         """Collapse the part in use into huge pages, where the system allows it."""
         if self._before is None:
             return
-        pages = whole_pages(without(_present(), self._before))
+        pages = _pages() - self._before
         failed = [error for page in pages if (error := _collapse(page))]
         if failed:  # unwritten parts, or no memory: they stay as they are
             log.debug("%d of %d times 2 MiB stay in small pages: %s", len(failed), len(pages), failed[-1])
 
 
-def _present() -> list[Range]:
-    return anonymous(Path("/proc/self/maps").read_text("utf-8", errors="replace"))  # with files' names in it
+def _pages() -> set[int]:
+    """Addresses of the huge pages within private writable memory without a file."""
+    maps = Path("/proc/self/maps").read_text("utf-8", errors="replace")  # with files' names in it
+    lines = [line.split() for line in maps.splitlines()]
+    found = [fields[0].split("-") for fields in lines if fields[1] == "rw-p" and fields[4] == "0"]
+    ranges = [(int(begin, 16), int(end, 16)) for begin, end in found]
+    return {page for begin, end in ranges for page in range(-(-begin // HUGE) * HUGE, end - HUGE + 1, HUGE)}
 
 
 def _allowed() -> bool:
@@ -46,32 +49,6 @@ def _allowed() -> bool:
         return "[never]" not in SETTING.read_text("ascii")
     except OSError:
         return False
-
-
-def anonymous(maps: str) -> list[Range]:
-    """Private writable memory without a file, ascending. maps: text of /proc/PID/maps."""
-    lines = [line.split() for line in maps.splitlines()]
-    found = [fields[0].split("-") for fields in lines if fields[1] == "rw-p" and fields[4] == "0"]
-    return [(int(begin, 16), int(end, 16)) for begin, end in found]
-
-
-def without(ranges: list[Range], others: list[Range]) -> list[Range]:
-    """Parts of the ranges that are in none of the others. Both ascend, and neither overlaps itself."""
-    left = []
-    for begin, end in ranges:
-        for other_begin, other_end in others:
-            if other_end > begin and other_begin < end:
-                if other_begin > begin:
-                    left.append((begin, other_begin))
-                begin = max(begin, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def whole_pages(ranges: list[Range]) -> list[int]:
-    """Addresses of the huge pages that lie in the ranges."""
-    return [page for begin, end in ranges for page in range(-(-begin // HUGE) * HUGE, end - HUGE + 1, HUGE)]
 
 
 def _collapse(page: int) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +14,7 @@ from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
-from speclen.worker.backends.openvino.inputs import Input, Layout, joined, layout_of
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
-
-log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -32,6 +29,34 @@ FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and positions of paddi
 # Numbers of threads for which a model is kept, each with a copy of its weights.
 MOST_COPIES = 3
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
+
+
+class Input:
+    """An input tensor of the compiled model, filled only when its array changes.
+
+    Arrays are compared by identity: callers must not change them afterwards.
+    """
+
+    def __init__(self, kind: ov.Type, rank: int) -> None:
+        self.tensor = ov.Tensor(kind, [1] * rank)
+        self._view = self.tensor.data
+        self._filled: object = None
+
+    def fill(self, array: np.ndarray | int) -> None:
+        if array is self._filled:
+            return
+        if isinstance(array, np.ndarray) and array.shape != self._view.shape:
+            self.tensor.shape = array.shape
+            self._view = self.tensor.data
+        self._view[...] = array
+        self._filled = array
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(num_rows: int, num_queries: int, num_logits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of rows with equally many tokens: beginnings, places of a row's tokens in it, and places of the wanted logits."""
+    begins, places = begins_of(np.full(num_rows, num_queries)), np.arange(num_rows * num_queries)
+    return begins, places[:num_queries], places.reshape(num_rows, -1)[:, -num_logits:].ravel()
 
 
 class OpenVinoModel:
@@ -52,7 +77,6 @@ class OpenVinoModel:
         num_weight_bytes: int,
         pool: BlockPool,
         max_context_length: int,
-        num_threads: int,
     ) -> None:
         self.pool = pool
         self.max_context_length = max_context_length
@@ -60,7 +84,7 @@ class OpenVinoModel:
         self._model = model
         self._weights = weights  # compiled models read them at their first pass
         self._num_weight_bytes = num_weight_bytes
-        self._threads = num_threads
+        self._threads = torch.get_num_threads()
         self._inputs = {name: Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
         self._inputs |= {name: Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = Input(ov.Type.i32, 0)
@@ -68,7 +92,7 @@ class OpenVinoModel:
         self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
         self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
         self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
-        self._requests = {num_threads: self._make_request(num_threads)}
+        self._requests = {self._threads: self._make_request(self._threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
         """The model compiled to compute, and to keep keys and values, in the pool's dtype."""
@@ -119,11 +143,8 @@ class OpenVinoModel:
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel."""
-        same = [part for part in parts if isinstance(part, PassPart)]
-        return self._forward_same(same) if len(same) == len(parts) else self._forward_ragged(parts)
-
-    def _forward_ragged(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-        """Logits of parts of which some are ragged."""
+        if len(parts) == 1 and isinstance(part := parts[0], PassPart):
+            return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
         ragged = [RaggedPart.of(part) if isinstance(part, PassPart) else part for part in parts]
         past, counts = joined([part.starts for part in ragged]), joined([part.counts for part in ragged])
         num_wanted = joined([part.num_logits for part in ragged])
@@ -153,52 +174,24 @@ class OpenVinoModel:
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
-        layout = layout_of(((*ids.shape, num_logits),))
+        begins, offsets, wanted = layout_of(*ids.shape, num_logits)
         past = rows.starts + column
-        ends = past + layout.counts
-        logits = self._infer_same(layout, ids.reshape(-1), past, ends, self.pool.reach(rows.first_row, ends))
-        return logits.reshape(rows.num_rows, num_logits, -1)
-
-    def _forward_same(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of parts whose rows have equally many tokens."""
-        if len(parts) == 1:
-            (part,) = parts
-            return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
-        layout = layout_of(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
-        past = joined([part.rows.starts + part.column for part in parts])
-        ids, ends = joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
-        logits = torch.from_numpy(self._infer_same(layout, ids, past, ends, self._blocks(parts, ends)))
-        pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
-        return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
-
-    def _infer_same(
-        self, layout: Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
-    ) -> np.ndarray:
-        """As `_infer`, for a cached layout. held: blocks of the rows, and the beginning of each row in them."""
-        blocks, begins = held
-        longest = int(ends.max())
-        positions = past if layout.is_single else past[layout.rows] + layout.offsets
+        ends = past + ids.shape[1]
+        blocks, block_begins = self.pool.reach(rows.first_row, ends)
+        positions, longest = past if ids.shape[1] == 1 else (past[:, None] + offsets).reshape(-1), int(ends.max())
         if longest > self.max_context_length:
             positions = np.minimum(positions, self.max_context_length - 1)
-        return self._infer(
-            input_ids=ids,
+        logits = self._infer(
+            input_ids=ids.reshape(-1),
             position_ids=positions,
-            wanted=layout.wanted,
+            wanted=wanted,
             past_lens=past,
-            subsequence_begins=layout.begins,
+            subsequence_begins=begins,
             block_indices=blocks,
-            block_indices_begins=begins,
+            block_indices_begins=block_begins,
             max_context_len=longest,
         )
-
-    def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of all rows of the pass, row after row, and the beginning of each row in them."""
-        found, at = [], 0
-        for part in parts:
-            found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
-            at += part.rows.num_rows
-        blocks, begins = zip(*found, strict=True)
-        return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
+        return logits.reshape(rows.num_rows, num_logits, -1)
 
     def _size_of(self, num_tokens: int) -> int:
         """Tokens of the next pass, padding included."""
@@ -247,3 +240,7 @@ class OpenVinoModel:
             self.num_first_uses += 1
             memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
         return logits
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
+from speclen.worker.backends.openvino.blocks import BLOCK_TOKENS
 from speclen.worker.models.forgetful import hand_on_arguments
 
 IMPLEMENTATION = "speclen_openvino"
@@ -65,14 +64,6 @@ def _embedding(ids: torch.Tensor, weight: int, width: int) -> torch.Tensor:
     return torch.zeros(*ids.shape, width)
 
 
-@dataclass(frozen=True, slots=True)
-class PagedInputs:
-    """Inputs of attention besides queries, keys and values. blocks: see INPUTS; caches: key and value of every layer."""
-
-    blocks: tuple[torch.Tensor, ...]
-    caches: tuple[torch.Tensor, ...]
-
-
 def attend_blocks(
     module: nn.Module,
     query: torch.Tensor,
@@ -80,14 +71,17 @@ def attend_blocks(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedInputs,
+    paged: Sequence[torch.Tensor],
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [tokens, 1, heads, head_dim]. query: [tokens, heads, 1, head_dim]; key, value: kv_heads."""
+    """Attention output [tokens, 1, heads, head_dim]. query: [tokens, heads, 1, head_dim]; key, value: kv_heads.
+
+    paged: five inputs of blocks, see BLOCK_INPUTS; then key and value caches of every layer.
+    """
     if softcap is not None:
         raise NotConvertibleError(
             "squeezes its attention scores (softcap), for which OpenVINO's attention has no input"
@@ -98,8 +92,8 @@ def attend_blocks(
     index: int = module.layer_idx  # type: ignore[assignment]
     output = _paged_attention(
         *(tensor.reshape(-1, tensor.shape[1] * head_dim) for tensor in (query, key, value)),
-        *paged.caches[2 * index : 2 * index + 2],
-        *paged.blocks,
+        *paged[5 + 2 * index : 7 + 2 * index],
+        *paged[:5],
         key.shape[1],
         head_dim,
         float(head_dim**-0.5 if scaling is None else scaling),
@@ -164,9 +158,8 @@ class Traceable(nn.Module):
         self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, *paged: torch.Tensor
     ) -> torch.Tensor:
         self.head.wanted = wanted
-        inputs = PagedInputs(paged[:5], paged[5:])
         with self._operators:
-            output = self.model(input_ids=ids[:, None], position_ids=positions[:, None], use_cache=False, paged=inputs)
+            output = self.model(input_ids=ids[:, None], position_ids=positions[:, None], use_cache=False, paged=paged)
         return output.logits[:, 0]
 
 

@@ -56,85 +56,57 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As attend_rows, for a layer by its place. window: tokens seen, itself included. sinks: [heads], see `_sunk`."""
-    if isinstance(row_attention, RowAttention):
-        return _attend(layer_index, row_attention, query, key, value, scaling, window, softcap, sinks)
-    queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
-    outputs = [
-        _attend(layer_index, part, q, k, v, scaling, window, softcap, sinks)
-        for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
-    ]
-    return row_attention.join(outputs)
-
-
-def _attend(
-    layer_index: int,
-    row_attention: RowAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of one group of rows, as `attend`.
+    """As attend_rows, for a layer by its place. window: tokens seen, itself included. softcap, sinks: see `_attend_slowly`.
 
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
+    if isinstance(row_attention, PackedAttention):
+        options, split = (scaling, window, softcap, sinks), map(row_attention.split, (query, key, value))
+        parts = zip(row_attention.parts, *split, strict=True)
+        return row_attention.join([attend(layer_index, part, q, k, v, *options) for part, q, k, v in parts])
     row_attention.write(row_attention.pool.layers[layer_index], key, value)
     rows, heads, queries, head_dim = query.shape
     keys, values = row_attention.read(row_attention.pool.layers[layer_index])
     kv_heads = keys.shape[1]
     repeats = heads // kv_heads
     folded = query.reshape(rows, kv_heads, repeats * queries, head_dim)
-    if sinks is not None:
-        sinks = sinks.view(1, kv_heads, repeats, 1).expand(rows, -1, -1, queries).reshape(*folded.shape[:3], 1)
-        output = _sunk(folded, keys, values, row_attention.mask(window, repeats), scaling, sinks)
-    elif softcap is not None:
-        output = _softcapped(folded, keys, values, row_attention.mask(window, repeats), scaling, softcap)
+    mask = row_attention.mask(window, repeats)
+    if sinks is not None or softcap is not None:
+        if sinks is not None:
+            sinks = sinks.view(1, kv_heads, repeats, 1).expand(rows, -1, -1, queries).reshape(*folded.shape[:3], 1)
+        output = _attend_slowly(folded, keys, values, mask, scaling, softcap, sinks)
     elif folded.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu":
         # torch's CPU kernel takes 2 to 3.5 times as long for one 16-bit query as for two.
-        mask = row_attention.mask(window, 1).expand(-1, -1, 2, -1)
-        doubled = folded.expand(-1, -1, 2, -1)
+        doubled, mask = folded.expand(-1, -1, 2, -1), mask.expand(-1, -1, 2, -1)
         output = F.scaled_dot_product_attention(doubled, keys, values, attn_mask=mask, scale=scaling)[:, :, :1]
     else:
-        mask = row_attention.mask(window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-    value_dim = output.shape[-1]
     # Contiguous, as transformers' own functions return it: some families take a view of it.
-    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2).contiguous()
+    return output.reshape(rows, heads, queries, output.shape[-1]).transpose(1, 2).contiguous()
 
 
-def _softcapped(
+def _attend_slowly(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with scores squeezed into (-softcap, softcap), for which torch has no fused kernel."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scale
-    scores = torch.tanh(scores / softcap) * softcap + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values)
+    """Attention for which torch has no fused kernel.
 
-
-def _sunk(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """Attention with sinks: one more score per query, which takes a share of the weight and has no value."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scale + mask
-    weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], dim=-1), dim=-1, dtype=torch.float32)
-    return torch.matmul(weights[..., :-1].to(query.dtype), values)
+    softcap: scores are squeezed into (-softcap, softcap). sinks: one more score per query, which takes a share of the weight
+    and has no value.
+    """
+    scores = torch.matmul(query, keys.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(query.dtype), values)
 
 
 def install(model: Any) -> None:

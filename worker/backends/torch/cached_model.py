@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +37,6 @@ class CachedModel:
         self.max_context_length = max_context_length
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
         self.asynchronous = self.device.type == "cuda"
-        self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
@@ -64,17 +62,14 @@ class CachedModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
     ) -> torch.Tensor:
         """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or their indices."""
-        options = {"logits_to_keep": kept} if self._slices_itself else {}
         output = self.model(
             input_ids=ids,
             position_ids=positions.clamp(max=self.max_context_length - 1),
             use_cache=False,
             row_attention=attention,
-            **options,
+            logits_to_keep=kept,
         )
-        if self._slices_itself:
-            return output.logits
-        return output.logits[:, kept if isinstance(kept, torch.Tensor) else slice(-kept, None)]
+        return output.logits
 
     def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """Logits of each part, with all tokens in one sequence."""

@@ -24,19 +24,23 @@ import torch
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.pass_shape import PassShape, padded_rows, reach
-from speclen.worker.backends.torch.prompt_blocks import (
-    MOST_BLOCKS,
-    BlocksInputs,
-    RecordedBlocks,
-    cut,
-    num_blocks_of,
-    sizes_up_to,
-)
+from speclen.worker.backends.torch.prompt_blocks import MOST_BLOCKS, SIZES, RecordedBlocks, num_blocks_of
 from speclen.worker.backends.torch.recording import Recorder, Recording, is_out_of_memory
 from speclen.worker.backends.torch.row_attention import RecordedRows, StepMasks
 
 log = logging.getLogger(__name__)
+
+SMALLEST_REACH = 128  # tokens that attention reads at least
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """num_tokens: that attention reads."""
+
+    num_rows: int
+    num_queries: int
+    num_tokens: int
+    num_logits: int
 
 
 @dataclass(slots=True)
@@ -71,9 +75,8 @@ class CapturedModel(CachedModel):
         self.max_recordings = max_recordings
         self.widths = widths
         self._passes: OrderedDict[PassShape, RecordedPass] = OrderedDict()
-        self._too_large: set[PassShape] = set()  # for the memory
         self._blocks: dict[int, RecordedBlocks] = {}  # by their number
-        self._most_blocks = MOST_BLOCKS
+        self._too_large: set[PassShape | int] = set()  # shapes and numbers of blocks, for the memory
         # Shared buffers for logits, by kind. One per recording would take gigabytes: there are hundreds of shapes.
         self._places: dict[str, torch.Tensor] = {}
         self._all_rows = torch.arange(plain.pool.num_rows, device=plain.device)
@@ -96,7 +99,7 @@ class CapturedModel(CachedModel):
         """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens of few rows."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
-        if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > self._most_blocks:
+        if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > MOST_BLOCKS:
             return True
         return (part.num_queries, part.num_logits) in self.widths
 
@@ -118,7 +121,7 @@ class CapturedModel(CachedModel):
     def _feed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """Logits of prompts and similar parts, in recorded blocks where possible."""
         num_blocks = num_blocks_of(parts)
-        fitting = num_blocks <= self._most_blocks and all(part.num_logits == 1 for part in parts)
+        fitting = num_blocks <= MOST_BLOCKS and all(part.num_logits == 1 for part in parts)
         if not (fitting and self.has_kernels and self.recorder is not None):
             return super().forward(parts)
         recorded = self._blocks.get(num_blocks) or self._record_blocks(num_blocks)
@@ -126,7 +129,7 @@ class CapturedModel(CachedModel):
             return super().forward(parts)
         for part in parts:
             self.pool.note_rows_written(part.rows.first_row, part.rows.starts + part.column + part.num_queries)
-        return recorded.replay(cut(parts, self._spare_position), parts)
+        return recorded.replay(parts)
 
     def record_ahead(self, until: float) -> int:
         """Record passes of all widths and numbers of rows ahead of their use; returns the number of recordings.
@@ -135,7 +138,7 @@ class CapturedModel(CachedModel):
         """
         had_kernels = self.has_kernels
         nothing = torch.empty(0, 1, dtype=torch.long, device=self.device)
-        blocks = reversed(sizes_up_to(self._most_blocks)) if had_kernels else ()
+        blocks = reversed(SIZES) if had_kernels else ()
         missing: list[Callable[[], object]] = [
             *(partial(self._record, shape, nothing, nothing) for shape in self._shapes() if shape not in self._passes),
             *(partial(self._record_blocks, number) for number in blocks if number not in self._blocks),
@@ -228,40 +231,35 @@ class CapturedModel(CachedModel):
             logits = self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
             return self._put(logits, kind, self.pool.num_rows * most)
 
-        had_kernels = self.has_kernels
-        recording = self._try_to_record(run, str(shape))
+        recording = self._try_to_record(run, shape, str(shape))
         if recording is None:
-            if had_kernels and not self.has_kernels:
-                return self._record(shape, ids, positions)
-            self._too_large.add(shape)
             return None
         recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
         return recorded
 
     def _record_blocks(self, num_blocks: int) -> RecordedBlocks | None:
         """Record a pass of so many empty blocks; None if that is impossible now or for good."""
-        inputs = BlocksInputs(num_blocks, self._spare_position, self.device)
-        recording = self._try_to_record(
-            lambda: self._put(inputs.run(self), "blocks", MOST_BLOCKS), f"{num_blocks} blocks of prompts"
-        )
-        if recording is None:
-            self._most_blocks = max(sizes_up_to(num_blocks - 1), default=0)
+        if num_blocks in self._too_large:
             return None
-        recorded = self._blocks[num_blocks] = RecordedBlocks(inputs, recording)
-        return recorded
+        blocks = RecordedBlocks(num_blocks, self._spare_position, self.device)
+        what = f"{num_blocks} blocks of prompts"
+        recording = self._try_to_record(lambda: self._put(blocks.run(self), "blocks", MOST_BLOCKS), num_blocks, what)
+        if recording is None:
+            return None
+        blocks.recording = recording
+        self._blocks[num_blocks] = blocks
+        return blocks
 
-    def _try_to_record(self, run: Callable[[], torch.Tensor], what: str) -> Recording | None:
+    def _try_to_record(self, run: Callable[[], torch.Tensor], shape: PassShape | int, what: str) -> Recording | None:
         """A recording; None, after a warning, without memory, working kernels, or a device that records."""
         assert self.recorder is not None
         try:
             recording = self.recorder.record(run)
         except Exception as error:  # no graphs, no memory, or any error of Triton's compiler
             if is_out_of_memory(error):
-                log.warning(
-                    "no memory for a recording of %s: it runs unrecorded, %d are kept",
-                    what,
-                    len(self._passes) + len(self._blocks),
-                )
+                self._too_large.add(shape)
+                number = len(self._passes) + len(self._blocks)
+                log.warning("no memory for a recording of %s: it runs unrecorded, %d are kept", what, number)
             elif self.has_kernels:
                 self.leave_out_kernels(first_line(error))
             else:
@@ -271,3 +269,16 @@ class CapturedModel(CachedModel):
             return None
         self.num_first_uses += 1
         return recording
+
+
+def padded_rows(rows: int, most: int) -> int:
+    """Rows rounded up to a power of two, beyond 8 to a multiple of 8."""
+    padded = 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    return min(padded, most)
+
+
+def reach(num_tokens: int, most: int) -> int:
+    """Tokens that attention reads, rounded up: 128, 192, 256, 384, 512, ..."""
+    doubled = max(SMALLEST_REACH, 1 << (num_tokens - 1).bit_length())
+    between = doubled * 3 // 4
+    return min(between if SMALLEST_REACH < num_tokens <= between else doubled, most)

@@ -251,8 +251,7 @@ def _attend(
     block_dim: tl.constexpr,
 ):
     """One program a row, head of keys, and block_queries of the queries that read them; softmax as it goes along."""
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    row, kv_head = tl.program_id(0), tl.program_id(1)
     asked = tl.program_id(2) * block_queries + tl.arange(0, block_queries)
     dims = tl.arange(0, block_dim)
     is_dim = dims < head_dim
@@ -281,17 +280,15 @@ def _attend(
             q, key, value = q.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
         ages = position[:, None] - place[None, :]
-        seen = ages >= 0
         if has_window:
-            seen = seen & (ages < window)
-        scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(ages < window, scores, float("-inf"))
+        scores = tl.where(ages >= 0, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         # A query that has seen nothing yet has no best score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - base[:, None])
         kept = tl.exp(best - base)
-        summed = summed * kept[:, None]
-        summed += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total = total * kept + tl.sum(weights, axis=1)
         best = higher
     attended = summed / tl.where(total > 0, total, 1.0)[:, None]

@@ -53,23 +53,14 @@ def private_copy(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def num_packed_bytes(model: Any) -> int:
-    """Memory that `pack_linears` takes."""
-    return sum(linear.weight.nbytes * _num_copies(linear.weight.dtype) for _, _, linear in _linears(model))
-
-
-def _num_copies(dtype: torch.dtype) -> int:
-    return 2 if dtype == torch.float32 else 1
-
-
 @torch.no_grad()
-def pack_linears(model: Any) -> int:
-    """Replace the model's linear layers on the CPU by packed ones; returns how many."""
+def pack_linears(model: Any, room: int) -> None:
+    """Replace the model's linear layers on the CPU by packed ones, if their copies take less than `room` bytes."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)  # read when the first kernel is made
     found = _linears(model)
-    for parent, name, linear in found:
-        setattr(parent, name, PackedLinear(linear))
-    return len(found)
+    if sum(linear.weight.nbytes * (1 + (linear.weight.dtype == torch.float32)) for *_, linear in found) < room:
+        for parent, name, linear in found:
+            setattr(parent, name, PackedLinear(linear))
 
 
 def _linears(model: Any) -> list[tuple[nn.Module, str, nn.Linear]]:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 
-class Recording(Protocol):
-    """A recorded pass. logits: where its result lies after `replay`."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded pass. replay: runs it again on the present inputs. logits: where its result lies then."""
 
+    replay: Callable[[], object]
     logits: torch.Tensor
-
-    def replay(self) -> None:
-        """Run the pass again on the present inputs."""
 
 
 class Recorder(Protocol):
@@ -31,33 +30,11 @@ class Recorder(Protocol):
         """
 
 
-@dataclass(slots=True)
-class Rerun:
-    """A recording that just runs the pass again, into the same place."""
-
-    run: Callable[[], torch.Tensor]
-    logits: torch.Tensor
-
-    def replay(self) -> None:
-        self.run()
-
-
 class RerunRecorder:
-    """For devices without graphs: the same places, none of the speed."""
+    """For devices without graphs: a pass runs again, into the same place, with none of the speed."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        return Rerun(run, run())
-
-
-@dataclass(slots=True)
-class GraphRecording:
-    """A CUDA graph."""
-
-    graph: Any
-    logits: torch.Tensor
-
-    def replay(self) -> None:
-        self.graph.replay()
+        return Recording(run, run())
 
 
 class GraphRecorder:
@@ -70,20 +47,17 @@ class GraphRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         with torch.cuda.device(self._device):
-            return self._record(run)
-
-    def _record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        # In their first runs libraries choose kernels and allocate workspaces, which no graph may contain.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls may not be recorded; others may go on using the device.
-        with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
-            logits = run()
-        return GraphRecording(graph, logits)
+            # In their first runs libraries choose kernels and allocate workspaces, which no graph may contain.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Only this thread's calls may not be recorded; others may go on using the device.
+            with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+                logits = run()
+        return Recording(graph.replay, logits)
 
 
 def is_out_of_memory(error: Exception) -> bool:
