@@ -10,6 +10,7 @@ from typing import Any
 
 from speclen.integrations.vllm.settings import VllmSettings
 from speclen.integrations.vllm.steps import Traits
+from speclen.integrations.vllm.v2_runner import is_registered
 from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice, Limits
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.config import parse_policy
@@ -136,6 +137,14 @@ def longest_context(config: Any) -> int:
     draft = speculative.draft_model_config
     limit: int = (draft and draft.max_model_len) or config.model_config.max_model_len
     return limit - speculative.num_speculative_tokens - (speculative.method == "dflash")
+
+
+def fast_lengths(config: Any, lookup: Sequence[int]) -> frozenset[int]:
+    """Lengths that run in captured full graphs, where others do not: those of the configured table. Empty: all alike."""
+    full_graphs = config.use_v2_model_runner and "FULL" in str(config.compilation_config.cudagraph_mode)
+    if full_graphs and not is_registered():
+        return frozenset(lookup[1:])
+    return frozenset()
 
 
 def limits_of(lookup: Sequence[int], max_length: int) -> Limits:

@@ -1,9 +1,11 @@
-"""Lengths in use: the configured ones until a controller's rest on evidence."""
+"""Lengths in use: the configured ones until a controller's rest on evidence, and only those that run at full speed."""
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from speclen.integrations.vllm.timing import NEAR
-from speclen.records import StepRecord
+from speclen.records import Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.table import ArmTable
 
@@ -11,10 +13,14 @@ MIN_SAMPLES = 20  # usable samples of a batch size or a neighbour, before the co
 
 
 class CautiousLengths:
-    """Replaces a controller's choices at batch sizes without evidence by configured ones."""
+    """Replaces a controller's choices at batch sizes without evidence, and lengths that run slower than others.
 
-    def __init__(self, configured: ArmTable) -> None:
+    configured: the lengths that vLLM would use. fast: lengths that may be chosen; all if empty.
+    """
+
+    def __init__(self, configured: ArmTable, fast: Set[int] = frozenset()) -> None:
         self.configured = configured
+        self.fast = fast
         self._samples = [0] * len(configured.arms)  # by batch size, those of neighbours included
 
     def note(self, step: StepRecord) -> None:
@@ -29,4 +35,8 @@ class CautiousLengths:
         """The choice to use in place of the controller's. Probes are followed, since evidence begins with them."""
         if not wanted.probe_id and self._samples[batch_size] < MIN_SAMPLES:
             return ArmChoice(self.configured.arms[batch_size])
-        return wanted
+        length = wanted.arm.speculation_length
+        if not self.fast or length in self.fast:
+            return wanted
+        nearest = min(self.fast, key=lambda each: (abs(each - length), each))
+        return wanted._replace(arm=Arm(nearest))

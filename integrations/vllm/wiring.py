@@ -13,6 +13,7 @@ from speclen.integrations.vllm.context import (
     check_config,
     configured_table,
     context_key,
+    fast_lengths,
     limits_of,
     traits_of,
 )
@@ -57,7 +58,7 @@ def steering_for(
         raise ValueError(as_variables(str(error))) from error
     reporting = Reporting(control, settings.controller, credentials, metadata)
     tracker = StepTracker(traits_of(engine.vllm_config), ArmChoice(Arm(engine.num_spec_tokens)), clock)
-    steering = Steering(control, tracker, CautiousLengths(control.table), reporting)
+    steering = Steering(control, tracker, cautious_lengths(engine, control), reporting)
     reporting.tell = steering.tell
     reporting.start()
     log.info(
@@ -92,3 +93,17 @@ def control_for(
         probe_steps=OVERLAPPED_PROBE_STEPS if overlapped and clock is None else PROBE_STEPS,
     )
     return ControlClient(card, table, follow=settings.policy == "adaptive")
+
+
+def cautious_lengths(engine: Engine, control: ControlClient) -> CautiousLengths:
+    """The lengths in use, given the controller's; a policy of the worker's own is followed to the letter."""
+    if not control.follow:
+        return CautiousLengths(control.table)
+    assert engine.dynamic_sd_lookup is not None, "check_config has seen it"
+    fast = fast_lengths(engine.vllm_config, engine.dynamic_sd_lookup)
+    if len(fast) == 1:
+        log.warning(
+            f"all batch sizes run at length {min(fast)}: vLLM captures graphs for the lengths that "
+            "num_speculative_tokens_per_batch_size names, so name all that may be chosen"
+        )
+    return CautiousLengths(control.table, fast)

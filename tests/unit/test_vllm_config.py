@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speclen.integrations.vllm.context import check_config, traits_of
+from speclen.integrations.vllm.context import check_config, fast_lengths, traits_of
 from speclen.integrations.vllm.lengths import MIN_SAMPLES, CautiousLengths
 from speclen.records import Arm, Choice, Limits, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
@@ -63,6 +63,15 @@ def test_v2_takes_results_before_it_drafts():
     assert not traits_of(fake_vllm.config()).late_drafts
 
 
+@pytest.mark.parametrize(
+    ("is_v2", "mode", "fast"),
+    [(True, "FULL_AND_PIECEWISE", {5, 2}), (True, "PIECEWISE", set()), (False, "FULL", set())],
+)
+def test_v2_captures_full_graphs_for_the_configured_lengths_alone(is_v2, mode, fast):
+    config = fake_vllm.config(use_v2_model_runner=is_v2, compilation_config__cudagraph_mode=mode)
+    assert fast_lengths(config, fake_vllm.lookup_of(config)) == fast
+
+
 CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(64, 8), "configured")
 WANTED = ArmChoice(Arm(1), decision_version=4)
 
@@ -96,3 +105,10 @@ def test_flagged_steps_are_no_evidence():
 def test_probes_are_followed_from_the_first_step():
     probe = ArmChoice(Arm(1), 4, probe_id=7)
     assert CautiousLengths(CONFIGURED).choice(4, probe) == probe
+
+
+def test_a_slow_length_gives_way_to_the_nearest_fast_one():
+    lengths = CautiousLengths(CONFIGURED, fast={0, 3, 5})
+    wanted = [lengths.choice(4, ArmChoice(Arm(length), 4, probe_id=7)) for length in range(9)]
+    assert [each.arm.speculation_length for each in wanted] == [0, 0, 3, 3, 3, 5, 5, 5, 5]
+    assert {each.probe_id for each in wanted} == {7}
