@@ -257,7 +257,7 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_
             )
     if fitting != wanted:
         sizes = *fitting, *wanted
-        log.warning("%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d", gib, pair.device, *sizes)
+        log.warning("%.1f GiB are left on %s: %d sequences may hold %d tokens, not %d of %d", gib, pair.device, *sizes)
     return fitting
 
 
