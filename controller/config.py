@@ -24,7 +24,7 @@ class ControllerConfig:
     policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
     in_memory: bool = setting(False, "No database: all is forgotten at the end.")
     # What a crash costs a worker in reports that it sends again.
-    commit_interval_s: float = setting(3.0, "Seconds between commits.", least=0.001)
+    commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)
     keep_reports: int = setting(5_000_000, "Raw reports kept at most.", least=1)
     keep_days: float = setting(30.0, "Days for which raw reports are kept.", least=0.001)
     max_streams: int = setting(4096, "Streams open at once.", least=1)

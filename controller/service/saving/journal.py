@@ -1,4 +1,4 @@
-"""Commits: every few seconds one per pair of models that changed, with all that belongs together.
+"""Commits: about once a second one per pair of models that changed, with all that belongs together.
 
 A commit holds the raw reports learned from since the last one, the estimator's state that contains them and the
 high-water marks that say so; rows and marks are taken when the reports are learned from, on the event loop, so that after
