@@ -11,7 +11,7 @@ from speclen.controller.estimator.choice import FIRST_AFTER, Selection, pause
 from speclen.controller.estimator.features import features_of
 from speclen.controller.estimator.isolation import Worker, is_apart
 from speclen.controller.estimator.load import Traffic
-from speclen.controller.estimator.model import Estimates, estimates_of, levels_of, solve_all
+from speclen.controller.estimator.model import Estimates, estimates_of, solve_all
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.seeding import evidence_of
 from speclen.controller.estimator.sizes import Cells, Grid
@@ -228,11 +228,9 @@ class Context:
         weights = fair_weights([float(each.count.sum()) for each in times])
         last = NOTHING if group.estimates is None else group.estimates.solution
         solution = solve_all(self.cells, times, weights, last)
-        level = levels_of(self.grid, self.cells, solution, times, self._level_of(name))
         group.pending = 0
-        group.estimates = estimates_of(
-            self.grid, self.cells, solution, self._ratios_of(name), self.traffic.load(), level
-        )
+        believed = solution, self._ratios_of(name), self.traffic.load(), self._level_of(name)
+        group.estimates = estimates_of(self.grid, self.cells, times, *believed)
         return group.estimates
 
     def _times_of(self, name: str) -> list[Evidence]:

@@ -81,24 +81,16 @@ def solve_all(cells: Cells, evidence: Sequence[Evidence], weights: Sequence[floa
     return solve((information + information.T) / 2, moment, cells.features, last)
 
 
-def levels_of(grid: Grid, cells: Cells, solution: Solution, evidence: Sequence[Evidence], level: float) -> np.ndarray:
-    """Log seconds by range of sizes: what its own samples took, as far as it has any. level: of all, [ranges].
-
-    Contrasts tell one size from another only where the load changes; choices need no more, figures of a size do.
-    """
-    theta, ranges = shares(cells.features, solution.phi)[0] + solution.rho, cells.numbers // (2 * grid.num_lengths)
-    count, log_sum = np.zeros((2, len(grid.low)))
-    for each in evidence:
-        count += np.bincount(ranges, each.count, len(count))
-        log_sum += np.bincount(ranges, each.log_sum - each.count * theta, len(count))
-    levels: np.ndarray = (log_sum + SHRINKAGE * level) / (count + SHRINKAGE)
-    return levels
-
-
 def estimates_of(
-    grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load, level: np.ndarray
+    grid: Grid,
+    cells: Cells,
+    evidence: Sequence[Evidence],
+    solution: Solution,
+    ratios: Ratios,
+    load: Load,
+    level: float,
 ) -> Estimates:
-    """Step times and tokens of every arm at every range of sizes. solution: of these cells; level: see `levels_of`."""
+    """Step times and tokens of every arm at every range of sizes. solution: by this evidence; level: of all sizes."""
     here = slice(grid.num_lengths)  # other contexts of the pair may have longer lengths
     values = (ratios.steps, ratios.drafted, ratios.verified)
     steps, drafted, verified = (np.einsum("rc,cnl->rnl", load.mix, each[..., here]) for each in values)
@@ -110,7 +102,8 @@ def estimates_of(
     columns = (batch, passes, batch * drafted, batch * verified, context)
     log_time, gradient = shares(features_of(*(each.reshape(-1) for each in columns)), solution.phi)
     # A cell with evidence has a residual, which changes with phi, too.
-    residual_gradient = solution.reach - shares(cells.features, solution.phi)[1]
+    theta, cell_gradient = shares(cells.features, solution.phi)
+    residual_gradient = solution.reach - cell_gradient
     log_time[cells.numbers] += solution.rho
     gradient[cells.numbers] += residual_gradient
     place = np.full(len(log_time), -1)
@@ -121,5 +114,20 @@ def estimates_of(
         place.reshape(grid.shape),
     )
     prefill_s = np.where(lengths > 0, load.prefill_s * batch / steps, 0.0)
-    score = -np.log(steps + load.waiting) - np.log(np.exp(log_time + level[:, None, None]) + prefill_s)
-    return Estimates(log_time, -np.log(steps), score, solution, ratios, gradient, place, level)
+    levels = _levels(grid, cells, theta + solution.rho, evidence, level)
+    score = -np.log(steps + load.waiting) - np.log(np.exp(log_time + levels[:, None, None]) + prefill_s)
+    return Estimates(log_time, -np.log(steps), score, solution, ratios, gradient, place, levels)
+
+
+def _levels(grid: Grid, cells: Cells, theta: np.ndarray, evidence: Sequence[Evidence], level: float) -> np.ndarray:
+    """Log seconds by range of sizes: what its own samples took, as far as it has any, [ranges].
+
+    theta: log time of each cell. level: of all sizes. Contrasts tell one size from another only where the load changes;
+    choices need no more, figures of a size do.
+    """
+    ranges, (count, log_sum) = cells.numbers // (2 * grid.num_lengths), np.zeros((2, len(grid.low)))
+    for each in evidence:
+        count += np.bincount(ranges, each.count, len(count))
+        log_sum += np.bincount(ranges, each.log_sum - each.count * theta, len(count))
+    levels: np.ndarray = (log_sum + SHRINKAGE * level) / (count + SHRINKAGE)
+    return levels
