@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 
 
 def problem(kind: str, address: str) -> str:
@@ -26,4 +27,8 @@ def problem(kind: str, address: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(problem(*sys.argv[1:]) or 0)
+    try:
+        found = problem(*sys.argv[1:])
+    except UserError as error:
+        found = str(error)
+    sys.exit(found or 0)
