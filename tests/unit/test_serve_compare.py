@@ -153,7 +153,7 @@ def test_a_tie_is_counted_and_a_wrong_token_ends_the_run():
 
     def judge(one):
         asked.append(one)
-        return 0.0, 0.01
+        return 0.4, 11.0
 
     check = checked(outputs((5, 6, 7), (8, 2, 3)))
     verdict = check.verdict(judge, "bfloat16")
@@ -161,6 +161,8 @@ def test_a_tie_is_counted_and_a_wrong_token_ends_the_run():
     assert (asked[0].prompt, asked[0].prefix, asked[0].tokens, asked[0].sampling_seed) == ((3, 4), (8,), (9, 2), 4)
     with pytest.raises(ValueError, match="none and n-gram generated different tokens where there is no tie"):
         check.verdict(judge, "float32")
+    with pytest.raises(ValueError, match=r"lies 0\.4 logits below"):
+        check.verdict(lambda one: (0.4, 8.0), "bfloat16")  # 5% of the largest logit
 
 
 def test_failed_requests_have_no_output_to_compare():
