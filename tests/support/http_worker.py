@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import openai
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
@@ -142,6 +145,14 @@ def post(worker: HttpWorker, body: Any, path: str = "/v1/completions") -> httpx.
     """body: bytes are sent as they are, everything else as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30)
+
+
+def over_grpc(worker: HttpWorker, text: str = "a", speculation: Any = None, **sampling: Any) -> list[Any]:
+    """Finished sequences of a request by the other edge."""
+    parameters = pb.SamplingParams(**sampling)
+    request = pb.GenerateRequest(text=text, sampling_params=parameters, speculation=speculation)
+    with grpc.insecure_channel(worker.grpc) as channel:
+        return [one.complete for one in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
 
 
 def connected(worker: HttpWorker) -> socket.socket:

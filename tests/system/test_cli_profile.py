@@ -19,7 +19,7 @@ from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
-from speclen.store.database import Store, StoreConfig
+from speclen.store.database import StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.queries import stored_profiles, view_rows
 from speclen.store.records import Commit
@@ -30,7 +30,7 @@ from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
-from tests.support.store_rows import NOW, context, report, rows, store_now, worker
+from tests.support.store_rows import NOW, context, report, rows, worker, written
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
 
@@ -270,9 +270,7 @@ def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, mo
 
 def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
     """Retention is the controller's to decide; it may have been told to keep reports for years."""
-    store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
-    assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None
-    store.close()
-    own_import(store.path)
-    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+    commit = Commit(contexts=[context()], workers=[worker(3)], reports=reports)
+    own_import(written(tmp_path / "s.db", commit, config=StoreConfig(retention=KEEP_REPORTS)))
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]

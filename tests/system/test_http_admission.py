@@ -15,7 +15,7 @@ import pytest
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.http_worker import HttpWorker, http_worker, over_grpc, post
 from tests.support.waiting import until
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -27,21 +27,12 @@ def worker() -> Iterator[HttpWorker]:
         yield worker
 
 
-def post(worker: HttpWorker, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{worker.url}/v1/completions", json=body, timeout=30)
-
-
 def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) -> None:
     """Call it on the worker's event loop, and wait for that."""
     done = threading.Event()
     assert worker.loop is not None
     worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
     assert done.wait(10)
-
-
-def over_grpc(worker: HttpWorker) -> Any:
-    with grpc.insecure_channel(worker.grpc) as channel:
-        return list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:

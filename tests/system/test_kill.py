@@ -17,7 +17,7 @@ from chaos.load import Load
 
 from speclen.cli.replay import replay
 from speclen.store.database import Store
-from tests.support.store_rows import moment, rows, store_now
+from tests.support.store_rows import moment, rows, written
 
 
 def place(folder: Path) -> Place:
@@ -73,10 +73,7 @@ def write_until_killed(path: Path, failpoint: str) -> int:
 
 
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    store_now(store, moment(range(1, 140_001)))
-    store.close()
+    path = written(tmp_path / "s.db", moment(range(1, 140_001)))
     for count in (1, 2):
         assert write_until_killed(path, f"after_vacuum:{count}") == -9
         assert rows(path, "PRAGMA integrity_check") == [("ok",)]
