@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from speclen.records import Limits
 from speclen.transport.aio import prepare_aio
-from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics
-from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.servicer import GenerationServicer
-from tests.support import engines, tiny_models
+from tests.support import engines
+from tests.support.control_parts import client
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -48,19 +45,22 @@ class Served:
         return [response async for response in self.stub.Generate(request, timeout=30)]
 
 
+def parts_of(
+    engine: Engine, control: ControlClient, max_waiting: int, interval_s: float, unread_timeout_s: float
+) -> tuple[AsyncEngine, WorkerMetrics, GenerationServicer]:
+    """What stands between an engine and its servers."""
+    pair = engine.pair
+    admission = Admission(pair, engine.max_context_length, engine.limits.max_batch_size, max_waiting)
+    metrics = WorkerMetrics(engine, control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting)
+    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), interval_s, unread_timeout_s)
+    facts = model_facts(pair, engine, control.card.context)
+    return async_engine, metrics, GenerationServicer(async_engine, control, facts)
+
+
 @contextlib.asynccontextmanager
-async def served(
-    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
-) -> AsyncIterator[Served]:
-    pair = engines.make_pair()
-    engine = engines.make_engine(pair, max_batch_size=rows)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
-    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
-    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
-    facts = model_facts(pair, engine, card.context)
-    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, control, facts)
+async def served(unread_timeout_s: float = 30.0, rows: int = 4) -> AsyncIterator[Served]:
+    engine = engines.make_engine(max_batch_size=rows)
+    async_engine, metrics, servicer = parts_of(engine, client(), 8, 0.001, unread_timeout_s)
     prepare_aio()
     server = aio.server()
     rpc.add_GenerationServiceServicer_to_server(servicer, server)

@@ -29,15 +29,9 @@ from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
-from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, worker, written
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
 
 
 def call(*arguments: object) -> Any:

@@ -16,15 +16,9 @@ from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_settings
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.stats import ProfileSamples, measured_cell, survival
-from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
 
 
 @pytest.fixture
