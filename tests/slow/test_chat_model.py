@@ -98,26 +98,6 @@ def test_an_answer_keeps_to_its_schema(client):
     assert "Rosa" in found["person"]
 
 
-def test_an_answer_ends_before_a_stop_word(client):
-    question = "Write a numbered list of five animals."
-    whole = ask(client, question, max_tokens=80).choices[0].message.content
-    assert "3." in whole
-    cut = ask(client, question, max_tokens=80, stop=["3."]).choices[0]
-    assert (cut.message.content, cut.finish_reason) == (whole.partition("3.")[0], "stop")
-
-
-def test_two_answers_differ_and_a_seed_repeats_them(client):
-    answers = [
-        [
-            choice.message.content
-            for choice in ask(client, "Tell a story.", n=2, temperature=1.0, seed=5, max_tokens=40).choices
-        ]
-        for _ in range(2)
-    ]
-    assert answers[0] == answers[1]
-    assert answers[0][0] != answers[0][1]
-
-
 def test_long_prompts_are_answered_and_too_long_ones_are_refused(client):
     text = " ".join(f"On day {number} the ship sailed north." for number in range(400))
     answer = ask(client, f"{text}\n\nWhere did the ship sail?", max_tokens=20)

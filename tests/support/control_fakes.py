@@ -110,6 +110,12 @@ async def until_durable(call: Any, seq: int) -> pb.StreamReportsResponse:
             return answer
 
 
+async def to_the_end(call: Any) -> None:
+    """Read the answers of a stream until it ends."""
+    while await call.read() is not aio.EOF:
+        pass
+
+
 async def status_of(awaitable: Any) -> tuple[str, str]:
     """Code and details with which a call fails."""
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from grpc import aio
@@ -73,6 +75,22 @@ async def served(unread_timeout_s: float = 30.0, rows: int = 4) -> AsyncIterator
         yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
         engine.stop()
         await server.stop(0.1)
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """The engine's running step lasts until the value is set, or the block ends."""
+    go_on, launch = threading.Event(), engine.runner.launch
+
+    def wait_and_launch(plan: Any) -> Any:
+        assert go_on.wait(30)
+        return launch(plan)
+
+    with mock.patch.object(engine.runner, "launch", wait_and_launch):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
 
 
 def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:

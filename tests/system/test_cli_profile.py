@@ -74,19 +74,9 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert [c.step_s for c in stored.profile.cells] == [c.step_s for c in document.profile.cells]
     assert stored.profile.survival == document.profile.survival
     assert stored.context.target == document.context.target
+    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
-
-
-def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
-    document = read_document(measured / "p.json")
-    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
-    content = json.loads((measured / "p.json").read_text())
-    assert not {"command", "commit", "uncommitted_changes"} & content.keys()
-    for name in ("command", "commit", "uncommitted_changes"):
-        del content["details"][name]
-    (tmp_path / "earlier.json").write_text(json.dumps(content))
-    assert read_document(tmp_path / "earlier.json").profile == document.profile
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -67,8 +68,8 @@ def methods_of(address: str, service: str) -> dict[str, tuple[bool, bool]]:
         return {method.name: (method.client_streaming, method.server_streaming) for method in methods}
 
 
-async def test_reflection_shows_the_methods_that_clients_rely_on() -> None:
-    async with served(None) as controller:
+async def test_reflection_shows_the_methods_that_clients_rely_on(tmp_path: Path) -> None:
+    async with served(tmp_path) as controller:
         found = await asyncio.to_thread(methods_of, controller.address, "ControlService")
     assert CONTROL.items() <= found.items()
     with http_worker() as one:
