@@ -37,10 +37,10 @@ def serve_arguments(pair):
 def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     out = tmp_path / "results" / "comparison.json"
     arguments = [*serve_arguments(pair), "--out", str(out), "--compare", "adaptive,none,fixed:2,n-gram"]
-    done = speclen(*arguments, "--repeats", "2", "--json", "--reports", str(tmp_path / "reports.db"))
+    done = speclen(*arguments, "--repeats", "2", "--reports", str(tmp_path / "reports.db"))
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
-    assert json.loads(done.stdout) == printed
+    assert "equal the first policy's in every token" in done.stdout
     assert [row["number"] for row in printed["rounds"]] == [1, 2]
     assert printed["num_rounds"] == 2
     assert printed["capacity_tokens_per_s"] > 0

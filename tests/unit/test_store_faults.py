@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -16,9 +17,20 @@ from speclen.store.connection import CorruptStoreError, StoreError, connect_read
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
+from speclen.store.queries import stored_reports
 from speclen.store.records import Commit
 from speclen.store.retention import Retention
-from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker, written
+from tests.support.store_rows import (
+    context,
+    decision,
+    moment,
+    open_with_connection,
+    report,
+    rows,
+    store_now,
+    worker,
+    written,
+)
 from tests.support.waiting import until
 
 
@@ -96,14 +108,12 @@ def test_a_writer_that_dies_tells_everybody_who_waits(store, monkeypatch):
         store.submit(moment([2]), lambda error: None)
 
 
-def copied_with_half_a_wal(path: Path, folder: Path) -> Path:
-    """The files as a crash would leave them, the WAL cut short."""
+def copied(path: Path, folder: Path) -> Path:
+    """The files as they are, which is how a crash would leave them."""
     folder.mkdir()
     for name in (path, path.with_name(path.name + "-wal"), lock_path(path)):
-        shutil.copy(name, folder / name.name)
-    wal = folder / (path.name + "-wal")
-    with wal.open("r+b") as file:
-        file.truncate(wal.stat().st_size // 2)
+        if name.exists():
+            shutil.copy(name, folder / name.name)
     return folder / path.name
 
 
@@ -111,7 +121,8 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path, store):
     path, num_commits = store.path, 60  # so that half of the WAL is more than the schema
     for seq in range(1, num_commits + 1):
         assert store_now(store, moment([seq])) is None
-    cut = copied_with_half_a_wal(path, tmp_path / "copy")
+    cut = copied(path, tmp_path / "copy")
+    cut_in_half(cut.with_name("s.db-wal"))
     store.close()
     assert Store.open(path).num_commits_missing == 0
     after = Store.open(cut)
@@ -149,7 +160,7 @@ def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     store.close()
 
 
-def cut_in_half(path: Path, backup: Path) -> None:
+def cut_in_half(path: Path, backup: Path | None = None) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -253,3 +264,34 @@ def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_pat
     store = Store.open(path, move_corrupt_aside=True)
     assert store_now(store, moment([1])) is None
     store.close()
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+def test_random_damage_is_told_in_a_sentence_or_does_no_harm_and_can_be_moved_aside(tmp_path, store, suffix):
+    """Written over the database or its WAL, or their end cut off: what is opened can be read whole."""
+    dice, opened = random.Random(suffix), 0
+    assert store_now(store, moment(range(1, 500), decisions=[decision(n, 2) for n in range(100)])) is None
+    if not suffix:  # all of it is in the database
+        store.close()
+    for number in range(40):
+        path = copied(store.path, tmp_path / str(number))
+        victim = path.with_name(path.name + suffix)
+        if number % 4:
+            content = bytearray(victim.read_bytes())
+            for _ in range(dice.randint(1, 40)):
+                at, noise = dice.randrange(len(content)), dice.randbytes(dice.randint(1, 600))
+                content[at : at + len(noise)] = noise
+            victim.write_bytes(content)
+        else:
+            os.truncate(victim, dice.randrange(victim.stat().st_size))
+        refusal = ""
+        try:
+            Store.open(path).close()
+        except StoreError as error:
+            refusal = str(error)
+        assert not refusal or refusal.isprintable()
+        opened += not refusal
+        Store.open(path, move_corrupt_aside=True).close()
+        with contextlib.closing(connect_reader(path)) as connection:
+            assert len(list(stored_reports(connection))) <= 499
+    assert 0 < opened < 40
