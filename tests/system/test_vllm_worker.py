@@ -25,7 +25,6 @@ from speclen.integrations.vllm.settings import VllmSettings, as_variables, setti
 from speclen.records import PLAIN, Arm, Limits
 from tests.support import fake_vllm
 from tests.support.control_fakes import run, served
-from tests.support.waiting import until
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 
@@ -83,6 +82,13 @@ def end(scheduler, output):
         scheduler.update_draft_token_ids(output)
 
 
+def wait_until(true, what):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def controller(tmp_path, **options):
     """A controller in a thread of its own, since the test is the engine."""
@@ -111,13 +117,13 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
-        until(lambda: scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
         control = scheduler.steering.control
-        until(lambda: not control.buffer)
+        wait_until(lambda: not control.buffer, "reports on disk")
         assert scheduler.steering.num_reported >= 55
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
@@ -132,7 +138,7 @@ def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         serve(scheduler)
-        until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text)
+        wait_until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, "told")
 
 
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
@@ -140,7 +146,7 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
-        until(lambda: "no controller yet" in caplog.text)
+        wait_until(lambda: "no controller yet" in caplog.text, "told")
         time.sleep(1.5)  # two more attempts
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
@@ -151,8 +157,8 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected)
-    until(lambda: not scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+    wait_until(lambda: not scheduler.steering.control.connected, "noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
@@ -174,9 +180,9 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
             config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
             config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
             scheduler = scheduler_for(config, **variables)
-            until(lambda: scheduler.steering.control.connected)  # noqa: B023
+            wait_until(lambda: scheduler.steering.control.connected, "joined")  # noqa: B023
             lengths = serve(scheduler, num_steps=60)
-            until(lambda: not scheduler.steering.control.buffer)  # noqa: B023
+            wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")  # noqa: B023
             assert scheduler.steering.control.num_refused == 0
             scheduler.shutdown()
         assert (lengths[1], lengths[-1]) == (after, last)
@@ -185,9 +191,9 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
-        until(lambda: scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         assert serve(scheduler)[1:] == [4] * 19
-        until(lambda: not scheduler.steering.control.buffer)
+        wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
@@ -263,11 +269,11 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     with caplog.at_level(logging.INFO, logger=logs.LOGGER), controller(None, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
-        until(lambda: "UNAUTHENTICATED" in caplog.text)
+        wait_until(lambda: "UNAUTHENTICATED" in caplog.text, "refused")
         assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
         assert serve(refused)[1:] == [5] * 19
         other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
-        until(lambda: "FAILED_PRECONDITION" in caplog.text)
+        wait_until(lambda: "FAILED_PRECONDITION" in caplog.text, "refused")
         assert "SPECLEN_WORKER_RUN_ID" in caplog.text
         assert serve(other)[1:] == [5] * 19
 
@@ -311,7 +317,7 @@ FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode"
 def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 
