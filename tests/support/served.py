@@ -50,7 +50,7 @@ class Served:
 def parts_of(
     engine: Engine, control: ControlClient, max_waiting: int, interval_s: float, unread_timeout_s: float
 ) -> tuple[AsyncEngine, WorkerMetrics, GenerationServicer]:
-    """What stands between an engine and its servers."""
+    """The way from servers to an engine, and its metrics."""
     pair = engine.pair
     admission = Admission(pair, engine.max_context_length, engine.limits.max_batch_size, max_waiting)
     metrics = WorkerMetrics(engine, control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting)

@@ -78,7 +78,7 @@ def machine(tmp_path: Path) -> Path:
 
 
 def check(machine: Path) -> tuple[list[str], list[int], list[str]]:
-    """What is said of each part, the seconds that each may take, and their commands."""
+    """Lines about parts, the seconds that each may take, and their commands."""
     for name in ("calls", "limits"):
         (machine / name).unlink(missing_ok=True)
     environment = os.environ | {"PATH": f"{machine / 'bin'}:{os.environ['PATH']}"}
