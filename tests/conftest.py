@@ -20,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     prepare_aio()
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a tiny Llama and of a draft that often agrees with it."""
+    from tests.support import tiny_models  # with torch, which few tests need
+
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine, in at most 60 seconds."""

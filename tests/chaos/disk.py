@@ -16,9 +16,9 @@ from chaos.shim import Shim
 STORE = "speclen.store"
 
 
-def store_is(fleet: Fleet, ok: bool) -> float:
-    """Wait until the store's health says so; the seconds it took."""
-    return until(lambda: (fleet.controller.health(STORE) == SERVING) is ok, f"that {STORE} is SERVING: {ok}", 40.0)
+def store_is(fleet: Fleet, ok: bool) -> None:
+    """Wait until the store's health says so."""
+    until(lambda: (fleet.controller.health(STORE) == SERVING) is ok, f"that {STORE} is SERVING: {ok}", 40.0)
 
 
 def check_waiting(fleet: Fleet, reporter: Reporter) -> None:

@@ -72,10 +72,9 @@ def require(condition: object, breach: str) -> None:
         raise BreachError(breach)
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> float:
-    """Wait for something that has to happen; the seconds it took. Raises BreachError when it does not."""
+def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    """Wait for something that has to happen. Raises BreachError when it does not."""
     started = time.monotonic()
     while not condition():
         require(time.monotonic() - started < timeout_s, f"{what} did not happen within {timeout_s:g} s")
         time.sleep(0.02)
-    return time.monotonic() - started

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -141,16 +140,8 @@ class Fleet:
         self.controller.address = free_address()
         self.workers = []
         for number in range(num_workers):
-            flags = [
-                "worker",
-                "--worker-id",
-                f"real-{number}",
-                "--controller",
-                self.controller.address,
-                *WORKER,
-                *worker,
-            ]
-            program = Program(flags, place.folder / f"worker-{number}.log")
+            flags = ["--worker-id", f"real-{number}", "--controller", self.controller.address, *WORKER, *worker]
+            program = Program(["worker", *flags], place.folder / f"worker-{number}.log")
             program.address = free_address()
             self.workers.append(program)
 
@@ -170,9 +161,7 @@ class Fleet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 for program in reversed([each for each in self.programs if each.process is not None]):

@@ -12,10 +12,9 @@ import grpc
 from chaos.fault import BreachError, Place, fault, require
 from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
-from chaos.mutation import mutant
+from chaos.mutation import damaged, mutant
 from chaos.targets import SEEDS, Targets
 from tests.support.addresses import free_address
-from tests.support.damage import damaged
 
 WANTED = 1_000_000  # messages of a full run
 FULL_S = 45.0  # of a share of the time that makes it a full run

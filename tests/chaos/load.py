@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from types import TracebackType
 
 import grpc
 
@@ -83,9 +82,7 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
         for thread in self._threads:
             thread.join(90)

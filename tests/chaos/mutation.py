@@ -9,8 +9,6 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from tests.support.damage import damaged
-
 FLOATS = (0.0, -0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 5e-324, 1e-39, 1e-9, 1e-6, 0.5, 2.0, 3600.0)
 FLOATS += (1e9, 1e38, 1e300)
 INTEGERS = (0, 1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 1023, 1024, 4095, 4096, 4097, 2**16, 2**24)
@@ -67,6 +65,23 @@ def _inner(message: Message, field: FieldDescriptor, dice: random.Random) -> Mes
     if inner and dice.random() < 0.8:
         return inner[dice.randrange(len(inner))]
     return inner.add()
+
+
+def damaged(message: bytes, dice: random.Random) -> bytes:
+    """The message with some bytes flipped, cut off or repeated."""
+    data = bytearray(message or b"\0")
+    for _ in range(dice.randint(1, 4)):
+        kind, where = dice.randrange(4), dice.randrange(len(data))
+        if kind == 0:
+            data[where] = dice.randrange(256)
+        elif kind == 1:
+            del data[where:]
+        elif kind == 2:
+            data[where:where] = data[: dice.randrange(len(data) + 1)]
+        else:
+            data += bytes(dice.randrange(256) for _ in range(dice.randrange(20)))
+        data = data or bytearray(b"\0")
+    return bytes(data)
 
 
 def mutant(valid: Message, dice: random.Random) -> Message | None:

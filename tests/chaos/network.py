@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 
 from chaos.fault import Place, fault, until
 from chaos.fleet import Fleet, check_database
@@ -31,9 +30,7 @@ class BadNetwork:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed = True
         self._server.close()
 

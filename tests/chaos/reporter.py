@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 
@@ -74,9 +73,7 @@ class Reporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._gone = self._ending = True
         self._thread.join(1.0 if kind else 20.0)
 

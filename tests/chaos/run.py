@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-from chaos import disk, files, fuzz, kills, network  # noqa: F401  (their faults enter themselves)
+from chaos import disk, fuzz, kills, network  # noqa: F401  (their faults enter themselves)
 from chaos.fault import FAULTS, BreachError, CannotRunError, Fault, Place
 
 HELP = "Do every fault to real processes, and say for each whether its promise held, and what was found."

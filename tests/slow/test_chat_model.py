@@ -1,7 +1,6 @@
 """A real chat model, SmolLM2-135M-Instruct from PyPI, served to the official client and decoded with speculation."""
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair, load_tokenizer
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
+from tests.support.addresses import free_address
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "smollm2" / "target"
@@ -37,12 +37,6 @@ def target() -> Path:
             pytest.skip(done.stderr.strip().splitlines()[-1])
         assert done.returncode == 0, done.stderr
     return TARGET
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -102,26 +96,6 @@ def test_an_answer_keeps_to_its_schema(client):
     found = json.loads(answer.choices[0].message.content)
     assert (set(found), type(found["lamps"])) == ({"person", "lamps"}, int)
     assert "Rosa" in found["person"]
-
-
-def test_an_answer_ends_before_a_stop_word(client):
-    question = "Write a numbered list of five animals."
-    whole = ask(client, question, max_tokens=80).choices[0].message.content
-    assert "3." in whole
-    cut = ask(client, question, max_tokens=80, stop=["3."]).choices[0]
-    assert (cut.message.content, cut.finish_reason) == (whole.partition("3.")[0], "stop")
-
-
-def test_two_answers_differ_and_a_seed_repeats_them(client):
-    answers = [
-        [
-            choice.message.content
-            for choice in ask(client, "Tell a story.", n=2, temperature=1.0, seed=5, max_tokens=40).choices
-        ]
-        for _ in range(2)
-    ]
-    assert answers[0] == answers[1]
-    assert answers[0][0] != answers[0][1]
 
 
 def test_long_prompts_are_answered_and_too_long_ones_are_refused(client):

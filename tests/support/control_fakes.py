@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from grpc import aio
+from prometheus_client import CollectorRegistry, generate_latest
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import Running
+from speclen.controller.service.metrics import ControllerCollector
 from speclen.controller.service.server import running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
@@ -110,6 +112,12 @@ async def until_durable(call: Any, seq: int) -> pb.StreamReportsResponse:
             return answer
 
 
+async def to_the_end(call: Any) -> None:
+    """Read the answers of a stream until it ends."""
+    while await call.read() is not aio.EOF:
+        pass
+
+
 async def status_of(awaitable: Any) -> tuple[str, str]:
     """Code and details with which a call fails."""
     try:
@@ -117,3 +125,32 @@ async def status_of(awaitable: Any) -> tuple[str, str]:
     except aio.AioRpcError as error:
         return error.code().name, error.details() or ""
     raise AssertionError("the call should have failed")
+
+
+def page_of(controller: Running) -> str:
+    """Metrics as Prometheus reads them."""
+    registry = CollectorRegistry()
+    registry.register(ControllerCollector(controller.servicer, controller.journal))
+    return generate_latest(registry).decode()
+
+
+async def eventful_page(at: Served) -> str:
+    """Metrics after reports at the length in use and at another one, again, with a gap, wrong, and of an older epoch."""
+    await at.stub.RegisterWorker(registration())
+    call = at.stub.StreamReports()
+
+    async def send(*reports: pb.StepReport) -> None:
+        await call.write(pb.StreamReportsRequest(worker=identity(), reports=reports))
+        await call.read()
+        await at.service.learn_all()
+
+    await send(*map(report, range(1, 31)))
+    at.service.refresh()
+    length = at.service.estimator.table(at.service.estimator.contexts[0]).arm_for(4).speculation_length
+    for seq, used in ((31, length), (32, length), (33, (length + 1) % 5)):
+        await send(report(seq, speculation_length=used, accepted_histogram=[4] + [0] * used))
+    await send(report(33), report(38), report(39, latency_s=-1.0))
+    await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
+    await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+    at.service.refresh()
+    return page_of(at.controller)

@@ -11,9 +11,12 @@ QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0,
 FIRST = Arm(2)
 
 
-def client(follow: bool = True, settings: ControlSettings = QUICK, **options) -> ControlClient:
-    card = WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), LIMITS, "127.0.0.1:1", "adaptive")
-    return ControlClient(card, ArmTable.constant(FIRST, LIMITS, "default"), follow, settings, **options)
+def client(
+    follow: bool = True, settings: ControlSettings = QUICK, limits: Limits = LIMITS, first: Arm = FIRST, **options
+) -> ControlClient:
+    """A client that is not connected. first: the arm of its first table."""
+    card = WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), limits, "127.0.0.1:1", "adaptive")
+    return ControlClient(card, ArmTable.constant(first, limits, "default"), follow, settings, **options)
 
 
 def step(batch_size: int = 1, arm: Arm = FIRST, **fields) -> StepRecord:

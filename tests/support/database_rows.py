@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speclen.store.database import Store
 from speclen.store.records import AcceptanceRow, Commit, ContextLimitsRow, StateRow
-from tests.support.store_rows import NOW, context, decision, estimate, report, store_now, worker
+from tests.support.store_rows import NOW, context, decision, estimate, report, worker, written
 
 
 def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) -> Path:
@@ -19,7 +18,6 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
         estimate(0, step_s=0.020, expected_tokens=1.0, num_steps=0, source="profile"),
         estimate(2, step_s=0.016, expected_tokens=1.6, is_best=True, num_steps=1200, observed_step_s=0.017),
     ]
-    store = Store.open(path)
     commit = Commit(
         contexts=[context()],
         context_limits=[ContextLimitsRow(1, 32, 4, True, 0, NOW)],
@@ -29,10 +27,7 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
         states=[StateRow("t", "d", state, NOW)],
         decisions=[decision(1, 2)],
     )
-    assert store_now(store, commit) is None
-    assert store_now(store, Commit(reports=[report(1), report(2), report(3)])) is None
-    store.close()
-    return path
+    return written(path, commit, Commit(reports=[report(1), report(2), report(3)]))
 
 
 KILLED = """

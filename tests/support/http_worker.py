@@ -11,26 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import openai
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.v1 import control_pb2
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.http.app import Front, create_app
-from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
-from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.observing.metrics import page_of
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
-from speclen.worker.service.admission import Admission
-from speclen.worker.service.assembly import model_facts
+from speclen.worker.reporting.table import DEFAULT_ARM
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.server import create_server
-from speclen.worker.service.servicer import GenerationServicer
+from tests.support.control_parts import client
 from tests.support.engines import make_engine
+from tests.support.served import parts_of
 from tests.support.waiting import until
 
 MODEL = "tiny"
@@ -49,13 +48,11 @@ class HttpWorker:
     control: ControlClient
     security: ServerSecurity = field(default_factory=ServerSecurity)
     chat_template: str | None = None
-    body_timeout_s: float = BODY_TIMEOUT_S
     unread_timeout_s: float = 30.0
     max_waiting: int = 256
     model: str = MODEL
     http: str = ""
     grpc: str = ""
-    healthy: bool = True
     server: HttpServer | None = None
     async_engine: AsyncEngine | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -70,30 +67,23 @@ class HttpWorker:
         return f"http://{self.http}"
 
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
-        pair = self.engine.pair
-        rows, context = self.engine.limits.max_batch_size, self.engine.max_context_length
-        admission = Admission(pair, context, rows, self.max_waiting)
-        metrics = WorkerMetrics(
-            self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting
-        )
         unread_s = self.unread_timeout_s
-        requests = RequestMetrics(metrics)
-        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s)
+        engine, metrics, servicer = parts_of(self.engine, self.control, self.max_waiting, 0.005, unread_s)
+        self.async_engine = engine
         page = page_of(metrics.registry, self.model)
-        healthy = lambda: self.healthy and engine.serving  # noqa: E731
-        front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
-        facts = model_facts(pair, self.engine, control_pb2.ContextKey())
-        servicer = GenerationServicer(engine, self.control, facts)
+        serves = lambda: engine.serving  # noqa: E731
+        front = Front(engine, self.model, "1.2.3", page, serves, self.chat_template, 1_700_000_000)
         grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
         await grpc_server.start()
         bound = listen("127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
-        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s, requests.refuse)
+        app, refuse = create_app(front), engine.metrics.refuse
+        self.server = make_server(app, self.security, unread_timeout_s=unread_s, refuse=refuse)
         async with serving(self.server, bound):
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
-        admission.close()
+        engine.admission.close()
 
 
 @contextlib.contextmanager
@@ -101,7 +91,6 @@ def http_worker(
     *,
     security: ServerSecurity | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
-    body_timeout_s: float = BODY_TIMEOUT_S,
     unread_timeout_s: float = 30.0,
     max_batch_size: int = 4,
     max_waiting: int = 256,
@@ -111,10 +100,9 @@ def http_worker(
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
     engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.limits, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, engine.limits, "default"), follow=False)
-    timeouts = body_timeout_s, unread_timeout_s
-    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *timeouts, max_waiting, model)
+    control = client(follow=False, limits=engine.limits, first=DEFAULT_ARM)
+    limits = unread_timeout_s, max_waiting
+    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *limits, model)
     started, stopping = threading.Event(), asyncio.Event()
     loop = worker.loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)
@@ -142,6 +130,14 @@ def post(worker: HttpWorker, body: Any, path: str = "/v1/completions") -> httpx.
     """body: bytes are sent as they are, everything else as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30)
+
+
+def over_grpc(worker: HttpWorker, text: str = "a", speculation: Any = None, **sampling: Any) -> list[Any]:
+    """Finished sequences of a request by the other edge."""
+    parameters = pb.SamplingParams(**sampling)
+    request = pb.GenerateRequest(text=text, sampling_params=parameters, speculation=speculation)
+    with grpc.insecure_channel(worker.grpc) as channel:
+        return [one.complete for one in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
 
 
 def connected(worker: HttpWorker) -> socket.socket:

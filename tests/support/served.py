@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from grpc import aio
 
-from speclen.records import Limits
 from speclen.transport.aio import prepare_aio
-from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics
-from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.servicer import GenerationServicer
-from tests.support import engines, tiny_models
+from tests.support import engines
+from tests.support.control_parts import client
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -48,19 +47,22 @@ class Served:
         return [response async for response in self.stub.Generate(request, timeout=30)]
 
 
+def parts_of(
+    engine: Engine, control: ControlClient, max_waiting: int, interval_s: float, unread_timeout_s: float
+) -> tuple[AsyncEngine, WorkerMetrics, GenerationServicer]:
+    """The way from servers to an engine, and its metrics."""
+    pair = engine.pair
+    admission = Admission(pair, engine.max_context_length, engine.limits.max_batch_size, max_waiting)
+    metrics = WorkerMetrics(engine, control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting)
+    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), interval_s, unread_timeout_s)
+    facts = model_facts(pair, engine, control.card.context)
+    return async_engine, metrics, GenerationServicer(async_engine, control, facts)
+
+
 @contextlib.asynccontextmanager
-async def served(
-    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
-) -> AsyncIterator[Served]:
-    pair = engines.make_pair()
-    engine = engines.make_engine(pair, max_batch_size=rows)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
-    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
-    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
-    facts = model_facts(pair, engine, card.context)
-    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, control, facts)
+async def served(unread_timeout_s: float = 30.0, rows: int = 4) -> AsyncIterator[Served]:
+    engine = engines.make_engine(max_batch_size=rows)
+    async_engine, metrics, servicer = parts_of(engine, client(), 8, 0.001, unread_timeout_s)
     prepare_aio()
     server = aio.server()
     rpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -73,6 +75,22 @@ async def served(
         yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
         engine.stop()
         await server.stop(0.1)
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """The engine's running step lasts until the value is set, or the block ends."""
+    go_on, launch = threading.Event(), engine.runner.launch
+
+    def wait_and_launch(plan: Any) -> Any:
+        assert go_on.wait(30)
+        return launch(plan)
+
+    with mock.patch.object(engine.runner, "launch", wait_and_launch):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
 
 
 def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:

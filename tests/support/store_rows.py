@@ -98,6 +98,15 @@ def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exceptio
     return outcome[0]
 
 
+def written(path: Path, *commits: Commit, config: StoreConfig | None = None) -> Path:
+    """A database that holds these commits too, and that nobody has open."""
+    store = Store.open(path, config)
+    for commit in commits:
+        assert store_now(store, commit) is None
+    store.close()
+    return path
+
+
 def open_with_connection(path: Path, config: StoreConfig | None = None) -> tuple[Store, Connection]:
     """A store, and its connection to set SQLite's limits on."""
     lock = WriterLock(path)

@@ -26,19 +26,19 @@ _LAYERED = {
     "num_attention_heads": 4,
     "max_position_embeddings": MAX_POSITIONS,
 }
-_GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
-_GEMMA = {**_GROUPED, "sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 8}
+GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
+_GEMMA = {**GROUPED, "sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 8}
 _GEMMA["layer_types"] = ["sliding_attention", "full_attention"]
 
 # Family name -> (model type of transformers, configuration). Families that the engine runs:
 FAMILIES: dict[str, tuple[str, dict]] = {
-    "llama": ("llama", _GROUPED),
+    "llama": ("llama", GROUPED),
     "opt": ("opt", {**_LAYERED, "ffn_dim": 64, "word_embed_proj_dim": 32}),
     "gpt2": ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": MAX_POSITIONS}),
     "gpt_neox": ("gpt_neox", {**_LAYERED, "intermediate_size": 64}),
-    "qwen2": ("qwen2", {**_GROUPED, "head_dim": 8}),
-    "qwen3": ("qwen3", _GROUPED),
-    "mistral": ("mistral", {**_GROUPED, "sliding_window": SLIDING_WINDOW}),
+    "qwen2": ("qwen2", {**GROUPED, "head_dim": 8}),
+    "qwen3": ("qwen3", GROUPED),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": SLIDING_WINDOW}),
     "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _GEMMA),
 }
@@ -75,11 +75,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(family: str, seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """A random float32 model of one family in eval mode; overrides change its configuration.
+    """A random float32 model of one family in eval mode; overrides are its configuration, or change that from above.
 
     The same family, seed and overrides give the same weights.
     """
-    model_type, settings = (FAMILIES | REFUSED_FAMILIES)[family]
+    model_type, settings = (FAMILIES | REFUSED_FAMILIES).get(family, (family, {}))
     # Not tied: a random model with tied embeddings mostly repeats its last token.
     tokens = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "bos_token_id": None, "pad_token_id": None}
     tokens["tie_word_embeddings"] = False

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from speclen.records import PLAIN, Arm, Limits, StepRecord
-from speclen.v1 import control_pb2 as pb
 from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.reporting.card import WorkerCard
-from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import ArmTable
+from tests.support.control_parts import client
 
 
 @dataclass
@@ -39,8 +36,7 @@ class FakeEngine:
 
 def worker_metrics(engine: Any = None) -> WorkerMetrics:
     """Metrics of a worker with this engine, or one of fixed counts."""
-    card = WorkerCard("w", 1, pb.ContextKey(), Limits(4, 2, ngram=True), "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(Arm(2, ngram=True), card.limits, "default"), follow=True)
+    control = client(limits=Limits(4, 2, ngram=True), first=Arm(2, ngram=True))
     control.report(StepRecord(0, 3, Arm(2), 0.01, (1, 0, 2), 10.0))
     control.report(StepRecord(0, 3, PLAIN, 0.01, (3,), 10.0))
     return WorkerMetrics(engine or FakeEngine(), control)

@@ -13,12 +13,9 @@ import httpx
 import promql_parser as ast
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from speclen.controller.service.metrics import ControllerCollector
-from speclen.v1 import control_pb2 as pb
-from tests.support.control_fakes import group, identity, registration, report, served, status_of
+from tests.support.control_fakes import eventful_page, served
 from tests.support.http_worker import MODEL, http_worker
 
 ROOT = Path(__file__).parents[2]
@@ -58,38 +55,14 @@ def scraped_worker() -> Labels:
         return labels_of(httpx.get(f"{worker.url}/metrics").text)
 
 
-def scraped_controller(tmp_path: Path) -> Labels:
-    """With a worker that reports at the length in use and at another one, something implausible, and under an old name."""
-
-    async def story() -> Labels:
-        async with served(tmp_path) as at:
-            await at.stub.RegisterWorker(registration())
-            call = at.stub.StreamReports()
-            await call.write(group(1, 30))
-            await call.read()
-            await at.service.learn_all()
-            at.service.refresh()
-            table = at.service.estimator.table(at.service.estimator.contexts[0])
-            length = table.arm_for(4).speculation_length
-            for seq, used in ((31, length), (32, length), (33, (length + 1) % 5)):
-                histogram = [4] + [0] * used
-                one = report(seq, speculation_length=used, accepted_histogram=histogram)
-                await call.write(pb.StreamReportsRequest(reports=[one]))
-                await call.read()
-                await at.service.learn_all()
-            await call.write(pb.StreamReportsRequest(reports=[report(34, latency_s=-1.0)]))
-            await call.read()
-            await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
-            registry = CollectorRegistry()
-            registry.register(ControllerCollector(at.controller.servicer, at.controller.journal))
-            return labels_of(generate_latest(registry).decode())
-
-    return asyncio.run(asyncio.wait_for(story(), 90.0))
+async def scraped_controller(folder: Path) -> Labels:
+    async with served(folder) as at:
+        return labels_of(await eventful_page(at))
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return scraped_worker() | scraped_controller(tmp_path_factory.mktemp("controller"))
+    return scraped_worker() | asyncio.run(scraped_controller(tmp_path_factory.mktemp("controller")))
 
 
 def selectors(node) -> Iterator:

@@ -156,12 +156,6 @@ def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pyt
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
 
 
-def test_a_pool_without_spare_places_is_refused() -> None:
-    plain = engines.make_engine().target
-    with pytest.raises(ValueError, match="spare ones are needed"):
-        CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
-
-
 def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:
     """The prompt's logits are kept until all three have a row, while passes of the same shape run."""
     outputs = []

@@ -19,7 +19,7 @@ from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
-from speclen.store.database import Store, StoreConfig
+from speclen.store.database import StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.queries import stored_profiles, view_rows
 from speclen.store.records import Commit
@@ -29,15 +29,9 @@ from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.table import ArmTable
-from tests.support import tiny_models
-from tests.support.store_rows import NOW, context, report, rows, store_now, worker
+from tests.support.store_rows import NOW, context, report, rows, worker, written
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
 
 
 def call(*arguments: object) -> Any:
@@ -80,19 +74,9 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert [c.step_s for c in stored.profile.cells] == [c.step_s for c in document.profile.cells]
     assert stored.profile.survival == document.profile.survival
     assert stored.context.target == document.context.target
+    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
-
-
-def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
-    document = read_document(measured / "p.json")
-    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
-    content = json.loads((measured / "p.json").read_text())
-    assert not {"command", "commit", "uncommitted_changes"} & content.keys()
-    for name in ("command", "commit", "uncommitted_changes"):
-        del content["details"][name]
-    (tmp_path / "earlier.json").write_text(json.dumps(content))
-    assert read_document(tmp_path / "earlier.json").profile == document.profile
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
@@ -270,9 +254,7 @@ def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, mo
 
 def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
     """Retention is the controller's to decide; it may have been told to keep reports for years."""
-    store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
-    assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None
-    store.close()
-    own_import(store.path)
-    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+    commit = Commit(contexts=[context()], workers=[worker(3)], reports=reports)
+    own_import(written(tmp_path / "s.db", commit, config=StoreConfig(retention=KEEP_REPORTS)))
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]

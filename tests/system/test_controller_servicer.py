@@ -21,6 +21,7 @@ from tests.support.control_fakes import (
     report,
     served,
     status_of,
+    to_the_end,
 )
 
 PROFILE = pb.ImportProfileRequest(
@@ -100,7 +101,7 @@ async def test_old_and_unknown_lives_are_refused(at):
     await stream.write(group(1, 4))
     await stream.read()
     await at.stub.RegisterWorker(registration(epoch=8))
-    assert (await status_of(drained(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
+    assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
     for attempt in (
         at.stub.RegisterWorker(registration(epoch=7)),
         at.stub.ReportStep(unary),
@@ -112,10 +113,20 @@ async def test_old_and_unknown_lives_are_refused(at):
     assert at.service.totals.num_reports == 4
 
 
-async def drained(call):
-    while await call.read() is not aio.EOF:
-        pass
-    raise AssertionError("the stream ended without a status")
+@controller_story
+async def test_the_simplest_client_reports_a_step_and_gets_a_length(at):
+    await at.stub.RegisterWorker(registration())
+
+    async def next_arm(seq, **changes):
+        return await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq, **changes)))
+
+    for seq, applied in ((1, 1), (2, 2), (2, 2), (1, 2), (5, 5)):  # repeated and missing ones are no error
+        answer = await next_arm(seq)
+        assert (answer.applied_seq, answer.speculation_length <= LIMITS.max_speculation_length) == (applied, True)
+    code, details = await status_of(next_arm(6, latency_s=math.nan))
+    assert (code, "latency_s" in details) == ("INVALID_ARGUMENT", True)
+    await at.service.learn_all()
+    assert (at.service.totals.num_reports, at.service.totals.num_repeated) == (3, 2)
 
 
 async def first_answer(at, epoch):

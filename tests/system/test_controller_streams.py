@@ -17,6 +17,7 @@ from tests.support.control_fakes import (
     registration,
     report,
     status_of,
+    to_the_end,
     until_durable,
 )
 
@@ -26,11 +27,6 @@ async def opened(at, worker_id="w", epoch=7):
     call = at.stub.StreamReports()
     await call.write(pb.StreamReportsRequest(worker=identity(worker_id, epoch)))
     return call, await call.read()
-
-
-async def to_the_end(call):
-    while await call.read() is not aio.EOF:
-        pass
 
 
 @controller_story

@@ -18,7 +18,7 @@ from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.server import end, running
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3
-from tests.support.control_fakes import group, registration, served
+from tests.support.control_fakes import group, registration, served, to_the_end
 
 
 def broken(*arguments, **more):
@@ -85,11 +85,6 @@ async def lacking(why, folder, **options):
             yield at
 
 
-async def read_to_the_end(call) -> None:
-    while await call.read() is not aio.EOF:
-        pass
-
-
 async def test_streams_tell_of_a_failure(tmp_path):
     async with lacking(r"a part has ended: broken for a test", tmp_path) as at:
         await at.stub.RegisterWorker(registration())
@@ -100,7 +95,7 @@ async def test_streams_tell_of_a_failure(tmp_path):
         await at.controller.supervisor.failure
         await end(at.controller, 0.0)
         with pytest.raises(aio.AioRpcError) as ending:
-            await read_to_the_end(call)
+            await to_the_end(call)
         assert ending.value.code().name == "UNAVAILABLE"
         assert "a part has ended: broken for a test" in ending.value.details()
 

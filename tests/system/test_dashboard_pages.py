@@ -11,10 +11,9 @@ import pytest
 
 from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.cli.support.errors import UserError
-from speclen.store.database import Store
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database
-from tests.support.store_rows import context, estimate, rows, store_now
+from tests.support.store_rows import context, estimate, rows, written
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 
@@ -127,9 +126,7 @@ def test_a_missing_database_is_one_sentence(tmp_path):
 def test_no_text_of_a_worker_is_taken_for_html(tmp_path):
     """Tables take text for HTML; vega-lite draws text, and Markdown is ours alone."""
     hostile = context(device="<b>", target="<b>")
-    store = Store.open(tmp_path / "s.db")
-    assert store_now(store, Commit(contexts=[hostile], arm_estimates=[estimate(is_best=True)])) is None
-    store.close()
+    written(tmp_path / "s.db", Commit(contexts=[hostile], arm_estimates=[estimate(is_best=True)]))
     tables = [chart for chart in CHARTS.values() if chart["library"] not in ("vega-lite", "markdown")]
     assert [chart["library"] for chart in tables] == ["table"]
     shown = chart_rows(tmp_path / "s.db", tables[0], "")

@@ -22,7 +22,7 @@ from speclen.cli.support.errors import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
 from tests.support.database_rows import write_database, write_killed_database
-from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now, worker
+from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now, worker, written
 
 
 def statuses(path, **options) -> dict[str, str]:
@@ -136,12 +136,9 @@ def test_a_stale_worker_and_one_whose_reports_are_refused_are_named(tmp_path):
 
 def test_thousands_of_stale_workers_are_told_in_a_few_lines(tmp_path):
     """Each pod of a cluster has a name of its own, and a line was printed for every one that there ever was."""
-    store = Store.open(tmp_path / "s.db")
     seen = [time.time() - 7200 - number for number in range(100)]
     gone = [worker(0, number, last_seen_at=at, num_refused=50) for number, at in enumerate(seen, start=1)]
-    assert store_now(store, moment([], workers=gone)) is None
-    store.close()
-    findings = examine(store.path)
+    findings = examine(written(tmp_path / "s.db", moment([], workers=gone)))
     named = [finding for finding in findings if finding.check.startswith("worker ")]
     assert len(named) == 2 * module.MOST_NAMED
     assert [finding.check for finding in named[:2]] == ["worker worker-1", "worker worker-2"], "heard last"
@@ -151,27 +148,23 @@ def test_thousands_of_stale_workers_are_told_in_a_few_lines(tmp_path):
 
 
 def test_what_was_given_up_is_told(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    store_now(store, moment([1, 2], reports=[report(1), report(2, latency_s=-1.0)]))
-    store.close()
-    assert statuses(store.path)["rows refused"] == "warning"
-    assert "please report this" in advice(store.path, "rows refused")
+    path = written(tmp_path / "s.db", moment([1, 2], reports=[report(1), report(2, latency_s=-1.0)]))
+    assert statuses(path)["rows refused"] == "warning"
+    assert "please report this" in advice(path, "rows refused")
 
 
 def test_every_kind_of_loss_that_the_schema_knows_is_told_with_advice(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    assert store_now(store, moment([1, 2])) is None
-    store.close()
-    [(text,)] = rows(store.path, "SELECT sql FROM sqlite_schema WHERE name = 'store_events'")
+    path = written(tmp_path / "s.db", moment([1, 2]))
+    [(text,)] = rows(path, "SELECT sql FROM sqlite_schema WHERE name = 'store_events'")
     kinds = re.findall(r"'(\w+)'", text[text.index("CHECK (kind IN") :].partition(")")[0])
     assert len(kinds) == 4
-    with contextlib.closing(connect_writer(store.path)) as connection:
+    with contextlib.closing(connect_writer(path)) as connection:
         for kind in kinds:
             values = kind, 1, "a test", time.time()
             connection.execute(
                 "INSERT INTO store_events (kind, num_rows, detail, happened_at) VALUES (?, ?, ?, ?)", values
             )
-    told = {finding.check: finding for finding in examine(store.path)}
+    told = {finding.check: finding for finding in examine(path)}
     for kind in kinds:
         finding = told[kind.replace("_", " ")]
         assert (finding.status, finding.advice != "see the controller's log") == ("warning", True)

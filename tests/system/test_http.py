@@ -1,15 +1,12 @@
 """The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
 
-import grpc
 import httpx
 import openai
 import pytest
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.v1 import generation_pb2 as pb
-from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models
-from tests.support.http_worker import KEY, MODEL, http_worker
+from tests.support.http_worker import KEY, MODEL, http_worker, over_grpc
 
 PROMPT = "The target verifies what the draft"
 GREEDY = {
@@ -29,14 +26,6 @@ def worker():
 @pytest.fixture(scope="module")
 def client(worker):
     return worker.client()
-
-
-def over_grpc(worker, prompt=PROMPT, speculation=None, **sampling):
-    with grpc.insecure_channel(worker.grpc) as channel:
-        request = pb.GenerateRequest(
-            text=prompt, sampling_params=pb.SamplingParams(**sampling), speculation=speculation
-        )
-        return [r.complete for r in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
 
 
 def test_models(client):
@@ -62,7 +51,7 @@ def test_a_chat_without_a_limit_takes_what_a_worker_with_little_kv_can_hold():
 
 @pytest.mark.parametrize("speculation", ["auto", "off", 0, 1, 3])
 def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, speculation):
-    (expected,) = over_grpc(worker, max_tokens=24, ignore_eos=True, temperature=0)
+    (expected,) = over_grpc(worker, PROMPT, max_tokens=24, ignore_eos=True, temperature=0)
     body = GREEDY | {"extra_body": GREEDY["extra_body"] | {"speculation": speculation}}
     completion = client.completions.create(prompt=PROMPT, **body)
     (choice,) = completion.choices
@@ -80,7 +69,7 @@ def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, spe
 def test_every_field_of_sampling_means_the_same_as_over_grpc(worker, client):
     sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "max_tokens": 20, "presence_penalty": 0.5}
     further = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 5}
-    expected = over_grpc(worker, n=3, logit_bias={65: 2.0}, **sampling, **further)
+    expected = over_grpc(worker, PROMPT, n=3, logit_bias={65: 2.0}, **sampling, **further)
     extra = {"extra_body": further | {"return_token_ids": True}}
     got = client.completions.create(model=MODEL, prompt=PROMPT, n=3, logit_bias={"65": 2.0}, **sampling, **extra)
     by_index = {one.index: list(one.output_ids) for one in expected}
@@ -139,7 +128,7 @@ def test_stop_strings_and_stop_tokens(client):
 
 
 def test_logprobs_of_completions(worker, client):
-    (expected,) = over_grpc(worker, max_tokens=24, ignore_eos=True, logprobs=3)
+    (expected,) = over_grpc(worker, PROMPT, max_tokens=24, ignore_eos=True, logprobs=3)
     got = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY).choices[0]
     assert got.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
     assert len(got.logprobs.tokens) == len(got.logprobs.text_offset) == 24

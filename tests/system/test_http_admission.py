@@ -15,7 +15,8 @@ import pytest
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.http_worker import HttpWorker, http_worker, over_grpc, post
+from tests.support.served import held
 from tests.support.waiting import until
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -27,21 +28,12 @@ def worker() -> Iterator[HttpWorker]:
         yield worker
 
 
-def post(worker: HttpWorker, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{worker.url}/v1/completions", json=body, timeout=30)
-
-
 def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) -> None:
     """Call it on the worker's event loop, and wait for that."""
     done = threading.Event()
     assert worker.loop is not None
     worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
     assert done.wait(10)
-
-
-def over_grpc(worker: HttpWorker) -> Any:
-    with grpc.insecure_channel(worker.grpc) as channel:
-        return list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -51,8 +43,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWorker) -> None:
-    hold(worker)
-    with ThreadPoolExecutor(4) as pool:
+    with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS) for _ in range(4)]
         until(lambda: worker.async_engine.num_open == 4 and worker.engine.load().num_running == 1)
         with grpc.insecure_channel(worker.grpc) as channel:
@@ -62,20 +53,19 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
             over_grpc(worker)
         assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert post(worker, ENDLESS).status_code == 429
-        release(worker)
+        go_on.set()
         assert [answer.result().status_code for answer in answers] == [200] * 4
     until(lambda: worker.async_engine.num_open == 0)
 
 
 def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
     """All of them in one turn would go to the engine at once, past the queue's bound and ahead of other callers."""
-    hold(worker)
-    with ThreadPoolExecutor(1) as pool:
+    with held(worker.engine) as go_on, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, worker, ENDLESS | {"prompt": ["a"] * 4})
         until(lambda: worker.engine.load().num_running == 1)
         assert worker.engine.load().num_waiting == 1
         assert worker.async_engine.admission.num_waiting == 2
-        release(worker)
+        go_on.set()
         choices = answer.result().json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert len({choice["text"] for choice in choices}) == 1
@@ -85,28 +75,26 @@ def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_of_a_body_nothing_stays_that_its_answer_does_not_need(worker: HttpWorker, stream: bool) -> None:
     """Story: what was sent in 4 MB stayed as 90 MB of empty lists for as long as the request waited and was answered."""
-    hold(worker)
     junk = {"stream": stream, "junk": [[]] * 100_000, "stream_options": {"junk": [[]] * 100_000} if stream else None}
-    with ThreadPoolExecutor(3) as pool:
+    with held(worker.engine) as go_on, ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(post, worker, ENDLESS | junk) for _ in range(3)]
         until(lambda: worker.engine.load().num_running + worker.engine.load().num_waiting == 2)
         until(lambda: worker.async_engine.admission.num_waiting == 1)
         gc.collect()
         assert sum(type(one) is list and not one for one in gc.get_objects()) < 100_000
-        release(worker)
+        go_on.set()
         assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
 def test_draining_refuses_what_comes_and_finishes_what_waits(worker: HttpWorker) -> None:
-    hold(worker)
-    with ThreadPoolExecutor(4) as pool:
+    with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS | {"stream": index % 2 == 0}) for index in range(4)]
         until(lambda: worker.async_engine.num_open == 4)
         on_loop(worker, worker.async_engine.drain)
         refused = post(worker, ENDLESS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert httpx.get(f"{worker.url}/health").status_code == 503
-        release(worker)
+        go_on.set()
         assert [answer.result().status_code for answer in answers] == [200] * 4
     assert events(answers[0].result())[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -123,25 +111,3 @@ def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_serve
     assert error["message"] == "ZeroDivisionError: division by zero: the request has ended, try it again"
     assert answer.status_code == (200 if stream else 500)
     assert post(worker, ENDLESS | {"max_tokens": 3}).status_code == 200
-
-
-def test_a_text_that_cannot_fit_is_refused_in_openais_words(worker: HttpWorker) -> None:
-    error = post(worker, ENDLESS | {"prompt": "x" * 1_000_000}).json()["error"]
-    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
-    assert error["message"].startswith("This model's maximum context length is 256 tokens")
-
-
-def hold(worker: HttpWorker) -> None:
-    """Let the engine admit requests and compute nothing more, until `release`."""
-    go, launch = threading.Event(), worker.engine.runner.launch
-
-    def wait_and_launch(plan: Any) -> Any:
-        assert go.wait(30)
-        return launch(plan)
-
-    worker.engine.runner.launch = wait_and_launch  # type: ignore[method-assign]
-    worker.go = go  # type: ignore[attr-defined]
-
-
-def release(worker: HttpWorker) -> None:
-    worker.go.set()  # type: ignore[attr-defined]

@@ -45,6 +45,7 @@ def worker():
         ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "integer"),
         ({"prompt": "a", "max_tokens": 300}, 400, "prompt", "maximum context length is 256"),
         ({"prompt": [5] * 300}, 400, "prompt", "maximum context length is 256"),
+        ({"prompt": "x" * 1_000_000}, 400, "prompt", "This model's maximum context length is 256 tokens"),
         ({"prompt": "a", "top_k": 2**40}, 400, "top_k", ""),
         ({"prompt": "a", "stop": [""]}, 400, "stop", "characters"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token id"),
@@ -66,6 +67,7 @@ def test_wrong_completions(worker, body, status, param, words):
     assert (answer.status_code, error["param"]) == (status, param), error
     assert words in error["message"]
     assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["code"] == "context_length_exceeded") == ("maximum context" in words)
     assert len(error["message"]) < 400
 
 

@@ -108,14 +108,7 @@ def test_ray_may_go_without_its_address():
 # Calls.
 
 
-def collected(call: ServeCall, work: Any) -> Any:
-    async def collect() -> list[Any]:
-        return [message async for message in call.messages(work)]
-
-    return asyncio.run(collect())
-
-
-def test_a_call_that_is_aborted_has_its_status_and_what_came_before():
+async def test_a_call_that_is_aborted_has_its_status_and_what_came_before():
     outer = FakeContext()
     call = ServeCall(outer)
 
@@ -123,30 +116,27 @@ def test_a_call_that_is_aborted_has_its_status_and_what_came_before():
         await call.write(1)
         await call.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
+    messages = call.messages(work())
+    assert await anext(messages) == 1
     with pytest.raises(CallEndedError, match="RESOURCE_EXHAUSTED: full"):
-        collected(call, work())
+        await anext(messages)
     assert (outer.code, outer.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
 
-def test_a_caller_who_goes_away_ends_the_work():
-    ended = asyncio.Event()
+async def test_a_caller_who_goes_away_ends_the_work():
+    ended, call = asyncio.Event(), ServeCall(FakeContext())
 
-    async def leave() -> None:
-        call = ServeCall(FakeContext())
+    async def work() -> None:
+        try:
+            while True:
+                await call.write(1)
+        finally:
+            ended.set()
 
-        async def work() -> None:
-            try:
-                while True:
-                    await call.write(1)
-            finally:
-                ended.set()
-
-        messages = call.messages(work())
-        await anext(messages)
-        await messages.aclose()
-        assert ended.is_set()
-
-    asyncio.run(leave())
+    messages = call.messages(work())
+    await anext(messages)
+    await messages.aclose()
+    assert ended.is_set()
 
 
 def test_a_wrong_token_is_refused_before_anything_is_done():
@@ -167,47 +157,35 @@ def of(folder: Path, **changes: Any) -> ControllerConfig:
     return ControllerConfig(**{"listen": "127.0.0.1:0", "data_dir": folder} | changes)
 
 
-def test_a_controller_that_could_not_start_does_when_it_is_told_better(tmp_path):
-    async def scenario() -> None:
-        first, second = HostedController(), HostedController()
-        address = await first.address(of(tmp_path))
-        assert await first.address(of(tmp_path / "other")) == address, "one that serves stays"
-        async with aio.insecure_channel(address) as channel:
-            await control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
-        with pytest.raises(ValueError, match="in use by another controller"):
-            await second.address(of(tmp_path))
-        await first.stop()
-        assert await second.address(of(tmp_path))
-        await second.stop()
-
-    asyncio.run(scenario())
+async def test_a_controller_that_could_not_start_does_when_it_is_told_better(tmp_path):
+    first, second = HostedController(), HostedController()
+    address = await first.address(of(tmp_path))
+    assert await first.address(of(tmp_path / "other")) == address, "one that serves stays"
+    async with aio.insecure_channel(address) as channel:
+        await control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
+    with pytest.raises(ValueError, match="in use by another controller"):
+        await second.address(of(tmp_path))
+    await first.stop()
+    assert await second.address(of(tmp_path))
+    await second.stop()
     assert rows(tmp_path / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
 
 
 # A worker inside a process of Ray's.
 
 
-def asked(config: WorkerConfig, path: str) -> httpx.Response:
-    """The answer of a worker's HTTP front, without a model."""
+@pytest.mark.parametrize(("insecure", "status"), [(False, 401), (True, 200)])
+async def test_without_a_token_nobody_is_answered_over_http_either(insecure, status):
     engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
     engine.admission = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
     engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
     engine.metrics = SimpleNamespace(refuse=lambda reason: None)
-
-    async def ask() -> httpx.Response:
-        front: Any = guarded(config, engine)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://ray") as client:
-            return await client.get(path)
-
-    return asyncio.run(ask())
+    front: Any = guarded(WorkerConfig(insecure=insecure), engine)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://ray") as client:
+        assert (await client.get("/v1/models")).status_code == status
 
 
-def test_without_a_token_nobody_is_answered_over_http_either():
-    assert asked(WorkerConfig(), "/v1/models").status_code == 401
-    assert asked(WorkerConfig(insecure=True), "/v1/models").status_code == 200
-
-
-def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path):
+async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path):
     """One worker: its calls by gRPC's and by OpenAI's edge give the same text; its controller is started elsewhere."""
     where = SimpleNamespace(address="")
 
@@ -216,34 +194,29 @@ def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path
             raise RuntimeError("the actor is being started again")
         return str(where.address)
 
-    async def scenario() -> None:
-        config = WorkerConfig(
-            threads=1, backend="torch", max_batch_size=4, worker_id="ray:test", drain_timeout_s=5.0, insecure=True
-        )
-        worker = await ServedWorker.start(config, config.worker_id, find)
-        end_of_process: list[str] = []
-        watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
-        try:
-            request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)
-            answers = [message async for message in worker.generate(request, FakeContext())]
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(worker.http), base_url="http://ray") as client:
-                body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
-                whole = (await client.post("/v1/completions", json=body)).json()
-            assert whole["choices"][0]["text"] == answers[-1].complete.text != ""
-            for name in ("one", "two"):
-                controller = HostedController()
-                where.address = await controller.address(of(tmp_path / name))
-                await joined(worker, tmp_path / name)
-                where.address = ""
-                await controller.stop()
-            assert worker.control.table.source in ("controller", "last table")
-        finally:
-            await worker.stop()
-        assert not (await asyncio.wait([watching], timeout=0.5))[0], "its engine has ended, as it was asked to"
-        watching.cancel()
-        assert not end_of_process
-
-    asyncio.run(scenario())
+    settings = {"threads": 1, "backend": "torch", "max_batch_size": 4, "drain_timeout_s": 5.0, "insecure": True}
+    worker = await ServedWorker.start(WorkerConfig(worker_id="ray:test", **settings), "ray:test", find)
+    end_of_process: list[str] = []
+    watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
+    try:
+        request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)
+        answers = [message async for message in worker.generate(request, FakeContext())]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(worker.http), base_url="http://ray") as client:
+            body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+            whole = (await client.post("/v1/completions", json=body)).json()
+        assert whole["choices"][0]["text"] == answers[-1].complete.text != ""
+        for name in ("one", "two"):
+            controller = HostedController()
+            where.address = await controller.address(of(tmp_path / name))
+            await joined(worker, tmp_path / name)
+            where.address = ""
+            await controller.stop()
+        assert worker.control.table.source in ("controller", "last table")
+    finally:
+        await worker.stop()
+    assert not (await asyncio.wait([watching], timeout=0.5))[0], "its engine has ended, as it was asked to"
+    watching.cancel()
+    assert not end_of_process
 
 
 async def joined(worker: ServedWorker, folder: Path) -> None:

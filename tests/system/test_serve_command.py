@@ -1,11 +1,8 @@
 """`speclen bench serve` as a person meets it: real processes once, and one sentence for whatever is wrong."""
 
-import contextlib
 import json
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -40,10 +37,10 @@ def serve_arguments(pair):
 def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     out = tmp_path / "results" / "comparison.json"
     arguments = [*serve_arguments(pair), "--out", str(out), "--compare", "adaptive,none,fixed:2,n-gram"]
-    done = speclen(*arguments, "--repeats", "2", "--json", "--reports", str(tmp_path / "reports.db"))
+    done = speclen(*arguments, "--repeats", "2", "--reports", str(tmp_path / "reports.db"))
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
-    assert json.loads(done.stdout) == printed
+    assert "equal the first policy's in every token" in done.stdout
     assert [row["number"] for row in printed["rounds"]] == [1, 2]
     assert printed["num_rounds"] == 2
     assert printed["capacity_tokens_per_s"] > 0
@@ -61,33 +58,6 @@ def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     with reading(tmp_path / "reports.db") as connection:
         reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
     assert sum(len(event.steps) for event in reported) > 10
-
-
-def children_of(pid):
-    """Processes that this one has started, by /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()[1]) == pid:
-                found.append(stat.parent)
-    return found
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_sigterm_leaves_no_processes_behind(pair):
-    command = [sys.executable, "-m", "speclen.cli.app", "bench", *serve_arguments(pair), "--compare", "adaptive"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
-        deadline = time.monotonic() + 200
-        while len(children := children_of(bench.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(children) == 2, "a controller and a worker"
-        bench.terminate()
-        bench.communicate(timeout=60)
-    assert bench.returncode != 0
-    deadline = time.monotonic() + 60  # a worker that was just being started notices by itself that nobody is there
-    while left := [child for child in children if child.exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import grpc
 import httpx
 import pydantic
 import pytest
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.http_worker import MODEL, HttpWorker, http_worker
+from tests.support.http_worker import MODEL, HttpWorker, http_worker, over_grpc
 
 pytest.importorskip("llguidance")
 
@@ -37,13 +35,6 @@ def post(worker: HttpWorker, **fields: Any) -> httpx.Response:
     content = json.dumps({"prompt": "a", "max_tokens": 80, **fields})  # in ASCII, so that halves of characters go, too
     headers = {"Content-Type": "application/json"}
     return httpx.post(f"{worker.url}/v1/completions", content=content, headers=headers, timeout=60)
-
-
-def over_grpc(worker: HttpWorker, wanted: pb.StructuredOutput, **sampling: Any) -> list[pb.GenerateComplete]:
-    with grpc.insecure_channel(worker.grpc) as channel:
-        parameters = pb.SamplingParams(structured_output=wanted, **({"max_tokens": 80} | sampling))
-        request = pb.GenerateRequest(text="a", sampling_params=parameters)
-        return [one.complete for one in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
 
 
 def test_the_official_client_parses_what_comes(worker: HttpWorker) -> None:
@@ -79,7 +70,7 @@ def test_both_edges_write_the_same(worker: HttpWorker) -> None:
         answer = post(worker, seed=3, n=4, **fields)
         assert answer.status_code == 200, answer.text
         texts = [choice["text"] for choice in answer.json()["choices"]]
-        completes = over_grpc(worker, wanted, seed=3, n=4, temperature=1.0)
+        completes = over_grpc(worker, structured_output=wanted, max_tokens=80, seed=3, n=4, temperature=1.0)
         assert texts == [one.text for one in sorted(completes, key=lambda one: one.index)]
         ended = [c["text"] for c in answer.json()["choices"] if c["finish_reason"] == "stop"]
         if "regex" in str(fields):

@@ -21,25 +21,19 @@ import pytest
 from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support import tiny_models
 from tests.support.addresses import free_address
 from tests.support.waiting import until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
-def start(pair: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
+def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
     children: list[Child] = []
 
     def start_one(part: str, *options: str) -> Child:
         address = free_address()
-        models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu"]
+        models = ["--target", folders[0], "--draft", folders[1], "--device", "cpu"]
         child = Child("worker", ["worker"], address, tmp_path / "log")
         with child.log_file.open("wb") as log:
             child.process = subprocess.Popen(

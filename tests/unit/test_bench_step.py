@@ -16,11 +16,6 @@ from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import tiny_models
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture
 def pair(folders: tuple[str, str]) -> ModelPair:
     return load_pair(*folders, "cpu", "float32")

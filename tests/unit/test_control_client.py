@@ -1,6 +1,8 @@
 """A step never waits for the controller, no report is lost between the two, and a probe is used once."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
@@ -64,28 +66,22 @@ class FakeController(rpc.ControlServiceServicer):
                 return
 
 
-async def start(controller: FakeController) -> tuple[aio.Server, str]:
+@contextlib.asynccontextmanager
+async def joined(controller: FakeController, **options) -> AsyncIterator[ControlClient]:
+    """A client that has found this controller. options: of the client."""
     server = aio.server()
     rpc.add_ControlServiceServicer_to_server(controller, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return server, f"127.0.0.1:{port}"
-
-
-def with_controller(controller: FakeController, scenario, follow: bool = True) -> ControlClient:
-    async def run() -> ControlClient:
-        server, address = await start(controller)
-        control = client(follow)
-        task = asyncio.create_task(control.run(address))
-        try:
-            await scenario(control)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await server.stop(None)
-        return control
-
-    return asyncio.run(run())
+    control = client(**options)
+    task = asyncio.create_task(control.run(f"127.0.0.1:{port}"))
+    try:
+        await until(lambda: control.connected)
+        yield control
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
 
 
 def test_without_a_controller_the_first_table_is_used_and_reports_wait():
@@ -96,11 +92,9 @@ def test_without_a_controller_the_first_table_is_used_and_reports_wait():
     assert not control.wants_evaluations, "nobody would read them"
 
 
-def test_the_table_comes_from_the_controller_and_reports_go_to_it():
+async def test_the_table_comes_from_the_controller_and_reports_go_to_it():
     controller = FakeController()
-
-    async def scenario(control):
-        await until(lambda: control.connected)
+    async with joined(controller) as control:
         assert control.wants_evaluations
         arm, version, _ = control.choose(2)
         flags = frozenset({StepFlag.PREFILL})
@@ -108,8 +102,6 @@ def test_the_table_comes_from_the_controller_and_reports_go_to_it():
             control.report(step(2, arm, decision_version=version, flags=flags))
         await until(lambda: len(controller.seqs) == 300)
         await until(lambda: not control.buffer)
-
-    control = with_controller(controller, scenario)
     assert control.table.arms[1] == controller.arm
     assert controller.seqs == list(range(1, 301))
     last = controller.reports[-1]
@@ -118,85 +110,62 @@ def test_the_table_comes_from_the_controller_and_reports_go_to_it():
     assert control.buffer.num_dropped == 0
 
 
-def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
+async def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     controller = FakeController()
     controller.acknowledge = False
     controller.hang_up_after = 10
-
-    async def scenario(control):
-        await until(lambda: control.connected)
+    async with joined(controller) as control:
         for _ in range(10):
             control.report(step())
         await until(lambda: controller.num_streams >= 2)
         controller.acknowledge, controller.hang_up_after = True, None
         await until(lambda: not control.buffer)
-
-    with_controller(controller, scenario)
     assert set(controller.seqs) == set(range(1, 11))
     assert len(controller.seqs) > 10
 
 
-def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
+async def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
     controller = FakeController()
-
-    async def scenario(control):
-        await until(lambda: control.connected)
+    async with joined(controller) as control:
         for version in (0, -1, 0):
             control.report(step(decision_version=version))
         await until(lambda: not control.buffer)
-
-    control = with_controller(controller, scenario)
     assert controller.seqs == [1, 3]
     assert controller.num_streams == 1
     assert control.buffer.num_dropped == 1
 
 
-def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
+async def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
     """Story: it was refused until its clock had passed the epoch of its last start."""
     controller = FakeController()
     controller.newest_epoch = 1000
-
-    async def scenario(control):
-        await until(lambda: control.connected)
+    async with joined(controller) as control:
         assert control.card.epoch == 1001
         # But what has been here before, and is followed by another incarnation, comes back no more.
         controller.newest_epoch, controller.hang_up_after = 2000, 0
         await until(lambda: len(controller.epochs) > 4)
         assert not control.connected
-
-    with_controller(controller, scenario)
     assert controller.epochs[:2] == [1, 1001]
     assert set(controller.epochs[2:]) == {1001}
 
 
-def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
+async def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
     controller = FakeController()
     controller.probes = [probe()]
-
-    async def scenario(control):
-        await until(lambda: control.connected)
+    async with joined(controller, follow=False) as control:
         control.report(step())
         await until(lambda: controller.seqs == [1])
         await until(lambda: not control.buffer)
         assert control.choose(1) == ArmChoice(FIRST)
         assert not control.wants_evaluations
 
-    with_controller(controller, scenario, follow=False)
-
 
 async def test_the_worker_ends_and_its_last_reports_do_not_wait():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
-
-    server, address = await start(controller)
-    control = client(settings=slow)
-    task = asyncio.create_task(control.run(address))
-    await until(lambda: control.connected)
-    control.hand_over()
-    control.report(step())
-    await until(lambda: controller.seqs)
-    controller.acknowledge = True
-    await until(lambda: not control.buffer, 5.0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await server.stop(None)
+    async with joined(controller, settings=slow) as control:
+        control.hand_over()
+        control.report(step())
+        await until(lambda: controller.seqs)
+        controller.acknowledge = True
+        await until(lambda: not control.buffer, 5.0)

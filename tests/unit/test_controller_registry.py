@@ -15,15 +15,8 @@ OTHER = ContextKey("t", "d", "cuda:test", "float32")
 LIMITS = Limits(32, 4)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def registry(max_workers: int = 10, max_contexts: int = 10) -> Registry:
-    return Registry(Clock(), max_workers, max_contexts)
+    return Registry(lambda: 100.0, max_workers, max_contexts)
 
 
 def registration(worker_id="w", epoch=7, key=KEY, limits=LIMITS) -> Registration:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from speclen.cli.export import export
 from speclen.cli.formats import WRITERS, Range, merged
 from speclen.cli.support.errors import UserError
-from speclen.store.database import Store
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database
-from tests.support.store_rows import estimate, rows, store_now
+from tests.support.store_rows import estimate, rows, written
 
 tables = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), min_size=1, max_size=8)
 
@@ -97,9 +96,7 @@ def test_where_n_grams_are_in_use_the_best_length_without_is_written_with_a_note
     database = write_database(tmp_path / "test.db")
     used = estimate(0, ngram=True, expected_tokens=3.2, is_best=True)
     changed = [used, estimate(2, is_best=False), estimate(0, 1, 2, ngram=True)]
-    store = Store.open(database)
-    assert store_now(store, Commit(arm_estimates=changed)) is None
-    store.close()
+    written(database, Commit(arm_estimates=changed))
     export(None, database, context="", table_format="vllm")
     printed = capsys.readouterr()
     assert json.loads(printed.out)["num_speculative_tokens_per_batch_size"] == [[1, 2, 0], [3, 4, 2]]

@@ -12,10 +12,9 @@ from speclen.cli.learned.history import find_context
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.records import Arm, ArmEstimate
-from speclen.store.database import Store
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database
-from tests.support.store_rows import context, decision, store_now
+from tests.support.store_rows import context, decision, written
 
 
 def row(arm: Arm, ms: float, is_best: bool = False, spread: float = 0.1, batch_max: int = 4) -> ArmEstimate:
@@ -51,11 +50,9 @@ def test_a_batch_size_without_an_arm_in_use_is_refused(rows):
 
 def test_a_stored_choice_is_explained(tmp_path):
     path = write_database(tmp_path / "s.db")
-    store = Store.open(path)
     previous = {"previous_speculation_length": 2, "previous_ngram": True}
     elsewhere = decision(3, 1, batch_min=1, batch_max=2)
-    assert store_now(store, Commit(decisions=[decision(2, 2, **previous), elsewhere])) is None
-    store.close()
+    written(path, Commit(decisions=[decision(2, 2, **previous), elsewhere]))
     document = json.loads(ask(path, "--batch", "4", "--json"))
     assert (document["context"], document["batch_size"]) == ("t + d on cpu:test, float32", 4)
     assert (document["arm"], document["runner_up"], document["survival"]) == ("draft 2", "plain", [0.75])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,13 +12,12 @@ from grpc import aio
 from prometheus_client import generate_latest
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import (
     EngineFailedError,
     GenerationRequest,
     SamplingParams,
 )
-from tests.support.served import ENDLESS, served, tokenized
+from tests.support.served import ENDLESS, held, served, tokenized
 from tests.support.waiting import on_loop_until as until
 
 
@@ -60,22 +56,6 @@ async def test_abort_ends_what_is_still_made_of_its_text() -> None:
         assert at.engine.load().num_generated_tokens == 0
         assert await other
         assert (await at.stub.Abort(wanted)).num_aborted == 0
-
-
-@contextlib.contextmanager
-def held(engine: Engine) -> Iterator[threading.Event]:
-    """The engine's running step lasts until the value is set, or the block ends."""
-    go_on, launch = threading.Event(), engine.runner.launch
-
-    def wait_and_launch(plan: Any) -> Any:
-        assert go_on.wait(30)
-        return launch(plan)
-
-    with mock.patch.object(engine.runner, "launch", wait_and_launch):
-        try:
-            yield go_on
-        finally:
-            go_on.set()
 
 
 async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:

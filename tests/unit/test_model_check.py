@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import speclen.worker.backends.check
 import speclen.worker.backends.torch.attention
@@ -25,25 +24,6 @@ def cached(model: Any, dtype: torch.dtype = torch.float32) -> CachedModel:
     return CachedModel(model, KVPool(layers, 2, 256, dtype, CPU), 256)
 
 
-def other_family(model_type: str, **settings: Any) -> torch.nn.Module:
-    """A tiny random model of a family that tiny_models does not have."""
-    tokens = {"vocab_size": 320, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
-    config = AutoConfig.for_model(model_type, **(tokens | settings))
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-GROUPED = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 64,
-    "max_position_embeddings": 256,
-}
-
-
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
@@ -55,8 +35,8 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
 
 def with_sinks() -> Any:
     """gpt-oss, whose sinks a random model would have too small to matter."""
-    model = other_family(
-        "gpt_oss", **GROUPED, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2
+    model = tiny_models.build(
+        "gpt_oss", **tiny_models.GROUPED, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2
     )
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
@@ -65,8 +45,8 @@ def with_sinks() -> Any:
 
 
 EXPERTS = {"num_experts_per_tok": 1, "sliding_window": 64}
-PHIMOE = {**GROUPED, **EXPERTS, "num_local_experts": 2}
-OLMOE = {**GROUPED, **EXPERTS, "num_experts": 2}
+PHIMOE = {**tiny_models.GROUPED, **EXPERTS, "num_local_experts": 2}
+OLMOE = {**tiny_models.GROUPED, **EXPERTS, "num_experts": 2}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +64,9 @@ def test_windows_longer_than_a_usual_row_are_looked_at(
     Where they are too long to be run, they must at least agree.
     """
     with pytest.raises(ModelError, match=f"layer 0 of {family} {reason}"):
-        inspect_layers(other_family(family, **settings), "model")
+        inspect_layers(tiny_models.build(family, **settings), "model")
     monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
-    model = other_family(family, **settings)
+    model = tiny_models.build(family, **settings)
     with pytest.raises(ModelError, match=f"the window of 64 tokens in its configuration .* of {family} do disagree"):
         check_model(cached(private_copy(model)), model, "model")
 
@@ -94,7 +74,7 @@ def test_windows_longer_than_a_usual_row_are_looked_at(
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
 def test_windows_that_are_masked_and_handed_on_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
-    model = other_family(family, **GROUPED, sliding_window=64, **extra)
+    model = tiny_models.build(family, **tiny_models.GROUPED, sliding_window=64, **extra)
     check_model(cached(private_copy(model)), model, "model")
     monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
     check_model(cached(private_copy(model)), model, "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,24 @@ def test_weights_that_are_cut_short_are_one_sentence(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert refusal(folder).startswith(f"{folder}: its weights (*.safetensors) cannot be loaded on cpu as float32: ")
+
+
+def test_only_safetensors_are_read(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert "no *.safetensors" in refusal(folder)
+
+
+def test_missing_weights_are_refused_not_drawn_at_random(folder: Path) -> None:
+    """transformers fills weights that a checkpoint lacks with random numbers and a warning."""
+    change(folder / "config.json", num_hidden_layers=3)
+    assert re.search(r"weights are missing.*layers\.2", refusal(folder))
+
+
+def test_a_directory_without_tokenizer_is_refused(folder: Path) -> None:
+    for name in folder.glob("tokenizer*"):
+        name.unlink()
+    assert "tokenizer" in refusal(folder)
 
 
 def with_tensors(folder: Path, **tensors: torch.Tensor) -> None:

@@ -62,18 +62,6 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(seeded: bo
     assert engine.load().num_ngram_tokens > 100
 
 
-def test_drafting_after_n_grams_catches_up() -> None:
-    """Story: accepted n-grams the draft model had never seen, and drafts made without them would be worth nothing."""
-    target, _ = engines.models("llama")
-    chooser = Arms(NGRAM, NGRAM, NGRAM, Arm(4))
-    generate(
-        make_engine(make_pair(draft=target), chooser, ngram=True), request("x", LOOP, max_tokens=40, ignore_eos=True)
-    )
-    drafted = [record for record in chooser.records if record.arm == Arm(4)]
-    assert drafted[0].flags >= {StepFlag.CATCH_UP}
-    assert sum(record.accepted_histogram[4] for record in drafted[:-1]) == len(drafted) - 1
-
-
 def test_catching_up_with_n_grams_is_a_part_of_arms_that_draft_beside_them() -> None:
     """Only where drafting was off before is such a step no usable sample of what the arm takes."""
     both, odd = Arm(3, ngram=True), random.Random(0).sample(range(3, 60), k=30)

@@ -16,16 +16,9 @@ from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_settings
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.stats import ProfileSamples, measured_cell, survival
-from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
-ALL_CELLS = [(b, s) for b in GRID.batch_sizes for s in GRID.lengths]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
 
 
 @pytest.fixture
@@ -39,20 +32,6 @@ def profiler(pair: ModelPair, settings: ProfileSettings = GRID, **options: Any) 
 
 def keys(samples: ProfileSamples) -> list[tuple[int, int]]:
     return [(cell.batch_size, cell.speculation_length) for cell in samples.result().cells]
-
-
-def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
-    with profiler(pair) as running:
-        samples = running.run()
-    assert keys(samples) == ALL_CELLS
-    assert samples.largest_batch_size is None
-    result = samples.result()
-    for cell in result.cells:
-        assert 0 < cell.step_s < 1
-    # A longer speculation costs more passes: the order holds whatever the machine does besides.
-    for size in GRID.batch_sizes:
-        times = [cell.step_s for cell in result.cells if cell.batch_size == size]
-        assert times[0] < times[2]
 
 
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(

@@ -6,12 +6,14 @@ import random
 
 import pytest
 
-from speclen.records import PLAIN, Arm, RequestClass, StepFlag
+from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import engines, tiny_models
-from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
+from tests.support.engines import Arms, Collected, RandomArms, finish, generate, make_engine, request
+from tests.support.worker_page import worker_metrics
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -57,20 +59,36 @@ def test_the_arm_is_what_ran(chosen: Arm, own: tuple[int | None, ...], ran: Arm,
     assert sum(record.accepted_histogram) == 2
 
 
-@pytest.mark.parametrize("chosen", [PLAIN, Arm(3), Arm(0, True), Arm(3, True)])
-def test_counts_are_those_of_the_passes(chosen: Arm) -> None:
-    """All proposed tokens that were accepted count, n-grams and drafted ones alike."""
-    chooser = Arms(chosen)
-    engine = make_engine(chooser=chooser, ngram=True)
-    collected = generate(engine, *(request(str(at), LOOP[at:], **LONG) for at in range(3)))
-    load = engine.load()
-    assert sum(record.num_tokens - record.batch_size for record in chooser.records) == load.num_accepted_tokens
-    assert sum(len(collected.ids(str(at))) for at in range(3)) == 3 + sum(each.num_tokens for each in chooser.records)
-    for record in chooser.records:
+def counted(engine: Engine, name: str, **labels: str) -> float:
+    """A total of the worker's page."""
+    found = worker_metrics(engine).registry.get_sample_value(f"speclen_spec_decode_num_{name}_total", labels)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "chooser",
+    [*(Arms(arm) for arm in (PLAIN, Arm(3), Arm(0, True), Arm(3, True))), RandomArms(longest=3)],
+    ids=["plain", "draft", "n-gram", "both", "changing"],
+)
+def test_counts_are_those_of_the_passes(chooser: Arms) -> None:
+    """Story: n-gram tokens alone were accepted in no proposal, since they counted as tokens and nothing else."""
+    engine = make_engine(chooser=chooser, ngram=True, max_speculation_length=3)
+    names, records, load = "012", chooser.records, engine.load
+    collected = generate(engine, *(request(at, LOOP[int(at) :], max_tokens=100, ignore_eos=True) for at in names))
+    assert sum(len(collected.ids(at)) for at in names) == 3 + sum(each.num_tokens for each in records)
+    for record in records:
         assert record.num_drafted_sequences <= record.batch_size * (record.arm.speculation_length > 0)
         if not record.arm.ngram:
             assert record.num_verified_tokens == record.batch_size * (record.arm.speculation_length + 1)
-    assert (load.num_ngram_tokens > 0) == chosen.ngram
+    assert (load().num_ngram_tokens > 0) == any(record.arm.ngram for record in records)
+    by_position = [counted(engine, "accepted_tokens_per_pos", position=str(at)) for at in range(NGRAM_MAX_TOKENS)]
+    drafts, proposed, accepted = (counted(engine, name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    assert accepted == sum(record.num_tokens - record.batch_size for record in records) == sum(by_position)
+    assert accepted == sum(collected.last(at).num_accepted_tokens for at in names)
+    assert by_position == sorted(by_position, reverse=True)
+    assert by_position[0] <= drafts <= proposed == sum(collected.last(at).num_draft_tokens for at in names)
+    assert drafts <= load().num_row_steps
 
 
 @pytest.mark.parametrize(

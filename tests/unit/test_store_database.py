@@ -36,12 +36,12 @@ from tests.support.store_rows import (
     rows,
     store_now,
     worker,
+    written,
 )
 from tests.support.waiting import until
 
 
 def test_what_was_committed_is_there_after_reopening(tmp_path):
-    store = Store.open(tmp_path / "s.db")
     late = worker(5, missing_ranges="[[2, 3]]", num_missing=2)
     commit = Commit(
         contexts=[context(), context(2, "gpu")],
@@ -49,9 +49,7 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
         reports=[report(1, group_id=4), report(4, group_id=6, received_at=NOW + 0.25), report(5, group_id=5)],
         states=[StateRow("t", "d", b"PK\0\xff", NOW), StateRow("t", "", b"2", NOW + 1)],
     )
-    assert store_now(store, commit) is None
-    store.close()
-    store = Store.open(tmp_path / "s.db")
+    store = Store.open(written(tmp_path / "s.db", commit))
     assert store.load() == StoredState(
         contexts=(context(), context(2, "gpu")),
         workers=(late,),
@@ -76,8 +74,7 @@ def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
 PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C34}
 
 
-def test_commits_are_answered_in_order_and_by_another_thread(tmp_path):
-    store = Store.open(tmp_path / "s.db")
+def test_commits_are_answered_in_order_and_by_another_thread(store):
     answers: list[tuple[int, str]] = []
     for number in range(1, 201):
         store.submit(
@@ -85,26 +82,21 @@ def test_commits_are_answered_in_order_and_by_another_thread(tmp_path):
         )
     store.close()
     assert answers == [(number, "store-writer") for number in range(1, 201)]
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(number,) for number in range(1, 201)]
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(number,) for number in range(1, 201)]
 
 
-def test_a_callback_that_fails_does_not_end_the_writer(tmp_path, caplog):
-    store = Store.open(tmp_path / "s.db")
+def test_a_callback_that_fails_does_not_end_the_writer(store, caplog):
     store.submit(moment([1]), lambda error: 1 / 0)
     assert store_now(store, moment([2])) is None
-    store.close()
     assert "a callback of a commit failed" in caplog.text
 
 
-def test_a_malformed_commit_is_answered_with_its_error_and_the_next_is_stored(tmp_path, caplog):
-    store = Store.open(tmp_path / "s.db")
+def test_a_malformed_commit_is_answered_with_its_error_and_the_next_is_stored(store):
     store.submit(Commit(arm_estimates=[estimate()], contexts=[context()]), lambda error: None)
-
     assert "refuses a row of workers" in str(store_now(store, Commit(workers=[(1, 2, 3)])))
     assert not store.health().ok
     assert store_now(store, moment([1])) is None
     assert store.health().ok
-    store.close()
 
 
 @pytest.mark.parametrize("kind", ["the name itself", "symlink", "hard link"])
@@ -131,10 +123,7 @@ def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_p
 
 @pytest.mark.parametrize("damage", ["no database", "first page", "table page"])
 def test_a_damaged_file_is_refused_and_moved_aside_only_when_told(tmp_path, damage):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    store_now(store, moment(range(1, 2000), decisions=[decision(n, 2) for n in range(200)]))
-    store.close()
+    path = written(tmp_path / "s.db", moment(range(1, 2000), decisions=[decision(n, 2) for n in range(200)]))
     content = bytearray(path.read_bytes())
     if damage == "no database":
         content = bytearray(b"a letter to the editor\n" * 500)
@@ -154,11 +143,8 @@ def test_a_damaged_file_is_refused_and_moved_aside_only_when_told(tmp_path, dama
 
 
 def test_the_learned_tables_of_a_large_file_are_checked(tmp_path):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
     reasons = [decision(n, 2, reason="a marked reason" if n == 50 else "a test") for n in range(200)]
-    store_now(store, moment([1], decisions=reasons))
-    store.close()
+    path = written(tmp_path / "s.db", moment([1], decisions=reasons))
     content = bytearray(path.read_bytes())
     page = content.index(b"a marked reason") // 4096
     content[page * 4096 : page * 4096 + 2000] = b"\x5a" * 2000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -16,41 +17,42 @@ from speclen.store.connection import CorruptStoreError, StoreError, connect_read
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
+from speclen.store.queries import stored_reports
 from speclen.store.records import Commit
 from speclen.store.retention import Retention
-from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
+from tests.support.store_rows import (
+    context,
+    decision,
+    moment,
+    open_with_connection,
+    report,
+    rows,
+    store_now,
+    worker,
+    written,
+)
 from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
-def test_another_program_that_comes_and_goes_leaves_the_wal(tmp_path, program):
+def test_another_program_that_comes_and_goes_leaves_the_wal(store, program):
     """SQLite deletes a WAL when the last connection is closed, which it tells by locks: ours have to stay."""
-    path = tmp_path / "s.db"
-    store = Store.open(path)
+    path = store.path
     assert store_now(store, moment([1])) is None
-    lines = [
-        program,
-        f"db = sqlite3.connect({str(path)!r})",
-        "print(*db.execute('SELECT seq FROM step_reports'))",
-        "db.close()",
-    ]
-    look = "\n".join(lines)
+    look = f"db = sqlite3.connect({str(path)!r}); print(*db.execute('SELECT seq FROM step_reports')); db.close()"
     for seq in (2, 3):
-        seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+        seen = subprocess.run([sys.executable, "-c", f"{program}; {look}"], capture_output=True, text=True, check=True)
         assert seen.stdout.split() == [f"({number},)" for number in range(1, seq)]
         assert path.with_name("s.db-wal").exists()
         assert store_now(store, moment([seq])) is None
-    store.close()
     assert rows(path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, suffix, replaced):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
+def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(store, suffix, replaced):
     assert store_now(store, moment([1])) is None
-    victim = path.with_name(path.name + suffix)
+    victim = store.path.with_name(store.path.name + suffix)
     victim.unlink()
     if replaced:
         victim.write_bytes(b"")
@@ -66,15 +68,11 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, 
     assert not health.alive
     with pytest.raises(StoreGoneError):
         store.submit(moment([3]), lambda error: None)
-    store.close()
 
 
-def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    monkeypatch.setattr(Failpoints, "reach", lambda _, name: path.unlink() if name == "after_commit" else None)
+def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(store, monkeypatch):
+    monkeypatch.setattr(Failpoints, "reach", lambda _, name: store.path.unlink() if name == "after_commit" else None)
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
-    store.close()
 
 
 def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_again(tmp_path):
@@ -99,9 +97,7 @@ def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_aga
     store.close()
 
 
-def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
-    store = Store.open(tmp_path / "s.db")
-
+def test_a_writer_that_dies_tells_everybody_who_waits(store, monkeypatch):
     def fail(*arguments):
         raise MemoryError("no memory for a commit")
 
@@ -110,27 +106,23 @@ def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
     until(lambda: not store.health().alive)
     with pytest.raises(StoreError, match="no memory"):
         store.submit(moment([2]), lambda error: None)
-    store.close()
 
 
-def copied_with_half_a_wal(path: Path, folder: Path) -> Path:
-    """The files as a crash would leave them, the WAL cut short."""
+def copied(path: Path, folder: Path) -> Path:
+    """The files as they are, which is how a crash would leave them."""
     folder.mkdir()
     for name in (path, path.with_name(path.name + "-wal"), lock_path(path)):
-        shutil.copy(name, folder / name.name)
-    wal = folder / (path.name + "-wal")
-    with wal.open("r+b") as file:
-        file.truncate(wal.stat().st_size // 2)
+        if name.exists():
+            shutil.copy(name, folder / name.name)
     return folder / path.name
 
 
-def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
-    path = tmp_path / "s.db"
-    num_commits = 60  # so that half of the WAL is more than the schema
-    store = Store.open(path)
+def test_a_wal_cut_short_is_noticed_at_start(tmp_path, store):
+    path, num_commits = store.path, 60  # so that half of the WAL is more than the schema
     for seq in range(1, num_commits + 1):
         assert store_now(store, moment([seq])) is None
-    cut = copied_with_half_a_wal(path, tmp_path / "copy")
+    cut = copied(path, tmp_path / "copy")
+    cut_in_half(cut.with_name("s.db-wal"))
     store.close()
     assert Store.open(path).num_commits_missing == 0
     after = Store.open(cut)
@@ -168,7 +160,7 @@ def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     store.close()
 
 
-def cut_in_half(path: Path, backup: Path) -> None:
+def cut_in_half(path: Path, backup: Path | None = None) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -238,12 +230,10 @@ def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_ano
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch):
+def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(store, monkeypatch):
     """Later commits lie behind the cut, so the file is no shorter than before."""
-    path = tmp_path / "s.db"
-    store = Store.open(path)
     assert store_now(store, moment(range(1, 2000))) is None
-    wal = path.with_name("s.db-wal")
+    wal = store.path.with_name("s.db-wal")
     monkeypatch.setattr(
         Failpoints,
         "reach",
@@ -251,17 +241,13 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     )
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
-    store.close()
 
 
 @pytest.mark.parametrize("what", ["schema", "column", "line end"])
 def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
     """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more;
     where it was the rest of a script, the sentence had many lines."""
-    path = tmp_path / "s.db"
-    store = Store.open(path)
-    assert store_now(store, moment([1])) is None
-    store.close()
+    path = written(tmp_path / "s.db", moment([1]))
     content = path.read_bytes()
     old = b"cpu:test" if what == "column" else b"CREATE TABLE workers ("
     assert old in content
@@ -278,3 +264,34 @@ def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_pat
     store = Store.open(path, move_corrupt_aside=True)
     assert store_now(store, moment([1])) is None
     store.close()
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+def test_random_damage_is_told_in_a_sentence_or_does_no_harm_and_can_be_moved_aside(tmp_path, store, suffix):
+    """Written over the database or its WAL, or their end cut off: what is opened can be read whole."""
+    dice, opened = random.Random(suffix), 0
+    assert store_now(store, moment(range(1, 500), decisions=[decision(n, 2) for n in range(100)])) is None
+    if not suffix:  # all of it is in the database
+        store.close()
+    for number in range(40):
+        path = copied(store.path, tmp_path / str(number))
+        victim = path.with_name(path.name + suffix)
+        if number % 4:
+            content = bytearray(victim.read_bytes())
+            for _ in range(dice.randint(1, 40)):
+                at, noise = dice.randrange(len(content)), dice.randbytes(dice.randint(1, 600))
+                content[at : at + len(noise)] = noise
+            victim.write_bytes(content)
+        else:
+            os.truncate(victim, dice.randrange(victim.stat().st_size))
+        refusal = ""
+        try:
+            Store.open(path).close()
+        except StoreError as error:
+            refusal = str(error)
+        assert not refusal or refusal.isprintable()
+        opened += not refusal
+        Store.open(path, move_corrupt_aside=True).close()
+        with contextlib.closing(connect_reader(path)) as connection:
+            assert len(list(stored_reports(connection))) <= 499
+    assert (opened == 40) == (suffix == "-wal"), "what is left of a WAL is whole commits"

@@ -11,7 +11,7 @@ from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
 from speclen.store.retention import VACUUM_ABOVE_PAGES, Retention
-from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
+from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now, written
 
 DAY = 86400.0
 
@@ -76,11 +76,8 @@ def test_events_are_bounded_too(tmp_path):
 
 
 def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
-    store = Store.open(tmp_path / "s.db")
     count = 140_000
-    store_now(store, moment(range(1, count + 1)))
-    store.close()
-    before = store.path.stat().st_size
+    before = written(tmp_path / "s.db", moment(range(1, count + 1))).stat().st_size
     assert before > 3 * VACUUM_ABOVE_PAGES * 4096
     store = open_with(tmp_path / "s.db", max_report_rows=10)
     for seq in range(count + 1, count + 101):

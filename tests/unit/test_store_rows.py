@@ -10,18 +10,10 @@ from hypothesis import strategies as st
 
 from speclen.controller.wire.stored import record_of, row_of
 from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
-from speclen.store.database import Store
 from speclen.store.prediction_windows import sums_by_arm
 from speclen.store.records import Commit, ReportRow, StateRow
 from speclen.store.statements import BLOCKS
 from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    yield store
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -180,15 +172,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("changes", REFUSED)
-def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
+def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(store, changes):
     """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
-    store = Store.open(tmp_path / "s.db")
     assert store_now(store, moment([1])) is None
     error = store_now(store, moment([1, 2], **changes))
     assert "refuses" in str(error)
     assert not store.health().ok
-    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
-    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,)]
+    assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)]
     assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
     assert store.health().ok
-    store.close()

@@ -24,13 +24,6 @@ from tests.support.store_rows import (
 )
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    yield store
-    store.close()
-
-
 def view(store: Store, name: str) -> list[dict]:
     connection = connect_reader(store.path)
     try:

@@ -10,11 +10,10 @@ from typer.testing import CliRunner
 from speclen.cli.app import app
 from speclen.cli.learned.top import range_of
 from speclen.cli.support.errors import UserError
-from speclen.store.database import Store
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2
 from tests.support.database_rows import write_database
-from tests.support.store_rows import context, estimate, rows, store_now
+from tests.support.store_rows import context, estimate, rows, written
 
 
 @pytest.fixture
@@ -45,16 +44,14 @@ def test_json_is_the_rows_of_the_view(database):
 
 
 def test_contexts_can_be_picked(database):
-    store = Store.open(database)
-    store_now(store, Commit(contexts=[context(2, "gpu")], arm_estimates=[estimate(context_id=2, is_best=True)]))
-    store.close()
+    written(database, Commit(contexts=[context(2, "gpu")], arm_estimates=[estimate(context_id=2, is_best=True)]))
     assert run("--db", str(database), "--context", "gpu").splitlines()[0] == "t + d on gpu, float32"
     with pytest.raises(UserError, match=r"no context contains 'tpu'; known are: t \+ d on cpu:test, .*; t \+ d on gpu"):
         CliRunner().invoke(app, ["tables", "--db", str(database), "--context", "tpu"], catch_exceptions=False)
 
 
 def test_an_empty_database_says_what_to_do(tmp_path):
-    Store.open(tmp_path / "s.db").close()
+    written(tmp_path / "s.db")
     assert "start a worker" in run("--db", str(tmp_path / "s.db"))
     assert run("--db", str(tmp_path / "s.db"), "--json").strip() == "[]"
 

@@ -40,11 +40,6 @@ def test_nothing_beside_the_plugin_may_choose_lengths():
         check_config(fake_vllm.config(speculative_config__enable_adaptive_verification=True))
 
 
-def test_micro_batches_of_a_pipeline_are_not_told_apart():
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 2.*tensor_parallel_size"):
-        check_config(fake_vllm.config(parallel_config__pipeline_parallel_size=2))
-
-
 @pytest.mark.parametrize(
     ("changes", "longest"),
     [
