@@ -49,12 +49,20 @@ def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **en
     return result.stderr
 
 
-def test_the_file_sets_defaults_the_environment_is_stronger_and_a_flag_is_stronger_than_both(tmp_path):
-    file = {"config": '[generate]\nworker = "127.0.0.1:3"\n', "tmp_path": tmp_path}
-    variable = {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
-    assert "127.0.0.1:3" in run_generate(**file)
-    assert "127.0.0.1:2" in run_generate(**file, **variable)
-    assert "127.0.0.1:1" in run_generate("--worker", "127.0.0.1:1", **file, **variable)
+FILE = '[generate]\nworker = "127.0.0.1:3"\n'
+
+
+def test_the_file_sets_defaults(tmp_path):
+    assert "127.0.0.1:3" in run_generate(config=FILE, tmp_path=tmp_path)
+
+
+def test_the_environment_is_stronger_than_the_file(tmp_path):
+    assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, SPECLEN_GENERATE_WORKER="127.0.0.1:2")
+
+
+def test_a_flag_is_stronger_than_both(tmp_path):
+    flag, variable = ("--worker", "127.0.0.1:1"), {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
+    assert "127.0.0.1:1" in run_generate(*flag, config=FILE, tmp_path=tmp_path, **variable)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +94,15 @@ def test_a_variable_that_is_no_setting_is_an_error():
     assert "SPECLEN_TABELS_DB" in result.stderr
 
 
-# Names that users and programs rely on.
-NAMES = """up, controller, worker, generate, top, tables, explain, replay, backup, restore, export, doctor, dashboard,
-    profile run, profile show, profile plot, profile export, profile import,
-    bench serve, bench step, bench policy, bench controller, bench fleet"""
-
-
-@pytest.mark.parametrize("verb", [verb.strip() for verb in NAMES.split(",")])
-def test_every_verb_has_help_with_an_example_that_fits_80_columns_and_keeps_its_brackets(verb):
-    result = speclen(*verb.split(), "--help", COLUMNS="80")
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb):
+    result = speclen(verb, "--help")
     assert result.returncode == 0, result.stderr
-    assert f"speclen {verb.split()[0]}" in result.stdout.partition("Example")[2], result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "…" not in result.stdout, result.stdout
-    assert verb != "dashboard" or "pip install 'speclen[inspect]'" in result.stdout
+    assert f"speclen {verb}" in result.stdout.partition("Example")[2], result.stdout
+
+
+def test_user_errors_are_exceptions_of_their_own():
+    assert not issubclass(UserError, ValueError)  # else a verb's own ValueError would be taken for the user's
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,15 @@ def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
     assert "Traceback" not in result.stderr
     assert "answers at" not in result.stderr
     assert arguments[0] in result.stderr or "UTF-8" in result.stderr
+
+
+def test_help_fits_80_columns_and_keeps_its_brackets():
+    result = speclen("dashboard", "--help", COLUMNS="80")
+    assert "pip install 'speclen[inspect]'" in result.stdout
+    for verb in VERBS:
+        said = speclen(verb, "--help", COLUMNS="80").stdout
+        assert max(map(len, said.splitlines())) <= 80
+        assert "…" not in said, said
 
 
 class Answering(generation_pb2_grpc.GenerationServiceServicer):

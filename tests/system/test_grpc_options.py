@@ -1,23 +1,17 @@
-"""Clients that ping stay connected, and those without our stubs find the methods."""
+"""Clients that ping stay connected."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from speclen.controller.service import assembly as controller
 from speclen.transport import aio
 from speclen.worker.service import server as worker
-from tests.support.control_fakes import served
-from tests.support.http_worker import http_worker
 
 PINGS_OFTEN = [
     ("grpc.keepalive_time_ms", 1000),  # gRPC pings no more often
@@ -52,25 +46,3 @@ def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
         servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
         assert states == [grpc.ChannelConnectivity.READY] * 3, "none was cut off"
-
-
-# Method: (requests are a stream, responses are a stream).
-CONTROL = {"RegisterWorker": (False, False), "ReportStep": (False, False), "StreamReports": (True, True)}
-CONTROL |= {"GetLearnedTable": (False, False), "ImportProfile": (False, False)}
-GENERATION = {"Generate": (False, True), "Abort": (False, False)}
-GENERATION |= {"GetModelInfo": (False, False), "GetServerInfo": (False, False)}
-
-
-def methods_of(address: str, service: str) -> dict[str, tuple[bool, bool]]:
-    with grpc.insecure_channel(address) as channel:
-        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
-        methods = pool.FindServiceByName(f"speclen.v1.{service}").methods
-        return {method.name: (method.client_streaming, method.server_streaming) for method in methods}
-
-
-async def test_reflection_shows_the_methods_that_clients_rely_on(tmp_path: Path) -> None:
-    async with served(tmp_path) as controller:
-        found = await asyncio.to_thread(methods_of, controller.address, "ControlService")
-    assert CONTROL.items() <= found.items()
-    with http_worker() as one:
-        assert methods_of(one.grpc, "GenerationService").items() >= GENERATION.items()

@@ -1,0 +1,76 @@
+"""Servers that the contract's tests share, each started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.contract import servers
+from tests.contract.servers import Server
+from tests.contract.simulated import SimulatedWorker
+from tests.support.world import World
+
+
+@dataclass
+class Shared:
+    """A serving process, and the database of its controller."""
+
+    address: str
+    channel: grpc.Channel
+    database: Path
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Shared]:
+    """The server, started, until the tests have ended."""
+    server.start()
+    try:
+        server.serving()
+        with grpc.insecure_channel(server.address) as channel:
+            yield Shared(server.address, channel, server.log.with_name("speclen.db"))
+    finally:
+        server.end()
+
+
+@pytest.fixture(scope="session")
+def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A controller for simulated workers; each test has a context of its own there."""
+    with serving(servers.controller(tmp_path_factory.mktemp("stored"), "--commit-interval-s", "0.1")) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A controller in memory, for many reports that no test looks for on disk."""
+    with serving(servers.controller(tmp_path_factory.mktemp("forgetful"), "--in-memory")) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def learned(controller: Shared) -> Path:
+    """A database in which a simulated worker has learned, at 1, 4 and 12 sequences a step."""
+    worker = SimulatedWorker(controller.channel, "learned", "learned", World())
+    for number in range(60):
+        worker.play((1, 4, 12)[number % 3], 16)
+    worker.stream.close()
+    return controller.database
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """`speclen up`, known by its worker."""
+    with serving(servers.up(tmp_path_factory.mktemp("up"))) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def proposing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A worker of the policy `n-gram` without a controller."""
+    options = ("--policy", "n-gram", "--max-batch-size", "8")
+    with serving(servers.worker(tmp_path_factory.mktemp("proposing"), "", *options)) as shared:
+        yield shared

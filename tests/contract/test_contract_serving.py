@@ -1,0 +1,106 @@
+"""Workers: the output is the target's own under every arm, and serving needs no controller."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.contract import protocol, servers
+from tests.contract.protocol import Completion, generate, server_info
+from tests.contract.servers import BUNDLED_TARGET, as_json
+from tests.support.waiting import until
+
+PROMPTS = (
+    "def add(a, b):\n    return",
+    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n",
+    "for name in names:\n    print(name)\n" * 4,
+    '"""Count words."""\n\nimport collections\n',
+    "if x == 1:\n    y = 1\nelif x == 2:\n    y = 2\nelif x == 3:\n    y =",
+    "try:\n    value = int(text)\nexcept",
+)
+# The worker's table, plain decoding, and fixed lengths up to the limit.
+SPECULATION = (None, 0, 1, 3, 8)
+MAX_TOKENS = 40
+# Sums in float32 depend on the batch's shape: logits closer than this are a tie, which either token may win.
+TIE = 1e-3
+
+
+def check_greedy(target: torch.nn.Module, prompt_ids: list[int], ids: list[int]) -> None:
+    """Every token is the target's most likely one after those before it."""
+    with torch.inference_mode():
+        logits = target(torch.tensor([[*prompt_ids, *ids]])).logits[0, len(prompt_ids) - 1 : -1]
+    behind = logits.max(dim=-1).values - logits[torch.arange(len(ids)), torch.tensor(ids)]
+    assert float(behind.max()) < TIE, f"token {int(behind.argmax())} is {float(behind.max())} behind the target's"
+
+
+@pytest.mark.parametrize("name", ["fleet", "proposing"])
+def test_greedy_output_is_the_targets_own_under_every_arm(request, name):
+    """Requests of all arms share their batches."""
+    channel = request.getfixturevalue(name).channel
+    assert protocol.model_name(channel) == "bundled:target"
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
+    target = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET, dtype=torch.float32)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    cases = [(prompt, speculation) for prompt in prompts for speculation in SPECULATION]
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda case: generate(channel, case[0], MAX_TOKENS, case[1]), cases))
+    for (prompt_ids, speculation), output in zip(cases, outputs, strict=True):
+        assert len(output.ids) == MAX_TOKENS
+        check_greedy(target, prompt_ids, output.ids)
+        check_counts(output, speculation)
+    assert sum(output.num_accepted_tokens for output in outputs) > MAX_TOKENS, "drafts must be worth something"
+
+
+def check_counts(output: Completion, speculation: int | None) -> None:
+    """Plain decoding drafts nothing, a fixed length does."""
+    assert output.num_accepted_tokens <= output.num_draft_tokens
+    if speculation is not None:
+        assert (output.num_draft_tokens > 0) == (speculation > 0)
+
+
+def test_reports_of_real_decoding_become_the_learned_table(fleet):
+    generate(fleet.channel, PROMPTS[0], MAX_TOKENS)
+    learned = "SELECT count(*) FROM learned_table WHERE num_steps > 0 AND source IN ('online', 'both')"
+    assert until(lambda: protocol.rows(fleet.database, learned)[0][0])
+    assert set(server_info(fleet.channel).choices) == set(range(1, 9))
+
+
+def test_the_verb_generate_prints_what_the_call_gives(proposing):
+    printed = as_json("generate", PROMPTS[0], "--worker", proposing.address, "--max-tokens", "8", "--json")
+    assert generate(proposing.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
+
+
+def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
+    """Before there is one, while it stands still, and when it was killed; in the end every step is on disk, once."""
+    controller = servers.controller(tmp_path)
+    worker = servers.worker(tmp_path, controller.address).start()
+    try:
+        with grpc.insecure_channel(worker.serving().address) as channel:
+            plain = generate(channel, PROMPTS[0], MAX_TOKENS)
+            controller.start().serving()
+            until(lambda: server_info(channel).num_reports_buffered == 0)
+            controller.process.send_signal(signal.SIGSTOP)
+            while_it_stands = generate(channel, PROMPTS[0], MAX_TOKENS)
+            controller.kill()
+            while_it_is_gone = generate(channel, PROMPTS[0], MAX_TOKENS)
+            assert plain.ids == while_it_stands.ids == while_it_is_gone.ids
+            controller.start().serving()
+            until(lambda: server_info(channel).num_reports_buffered == 0)
+            check_disk(tmp_path / "speclen.db", server_info(channel))
+    finally:
+        worker.end()
+        controller.end()
+
+
+def check_disk(database, info: protocol.ServerInfo) -> None:
+    """Every step of the worker is on disk, once."""
+    assert info.num_reports_dropped == 0
+    seqs = [step[0] for step in protocol.stored_steps(database, info.worker_id)]
+    assert seqs == list(range(1, info.num_steps + 1))
+    health = protocol.health_of(database, info.worker_id)
+    assert (health["num_reports"], health["num_missing"]) == (info.num_steps, 0)
