@@ -46,7 +46,7 @@ def set_environment(models: Models, runner: str, controller: str) -> None:
         SPECLEN_WORKER_DRAFT=models.draft,
     )
     if models.device == "cpu":
-        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
+        os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
 def make_engine(models: Models, folder: Path) -> Any:

@@ -33,7 +33,7 @@ Lookup = Callable[..., list[int]]
 
 def register() -> None:
     """Change vLLM's V2 runner where a controller is configured. A version that lacks something stays as it is."""
-    if not (os.environ.get(CONTROLLER) or os.environ.get(f"{WORKER}CONTROLLER")):
+    if is_registered() or not (os.environ.get(CONTROLLER) or os.environ.get(f"{WORKER}CONTROLLER")):
         return
     set_up_logs()
     try:
@@ -97,5 +97,5 @@ def remark(config: Any) -> str:
 
 def is_registered() -> bool:
     """True if draft models follow the chosen length in this process."""
-    module = sys.modules.get(DRAFTING)
-    return module is not None and module.StandaloneARSpeculator.propose.__module__ == __name__
+    speculator = getattr(sys.modules.get(DRAFTING), "StandaloneARSpeculator", None)
+    return getattr(getattr(speculator, "propose", None), "__module__", None) == __name__

@@ -27,6 +27,7 @@ from tests.support import fake_vllm
 from tests.support.control_fakes import run, served
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
+SLOW_S = 0.4
 
 
 @pytest.fixture
@@ -169,6 +170,24 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
         assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
         assert time.monotonic() - begun < 20.0
         assert scheduler.steering.num_reported == 59
+
+
+def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:3") as there:
+        for name in ("learn", "table"):
+            setattr(there.service, name, slowly(getattr(there.service, name)))
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
+        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        assert serve(scheduler, num_steps=60)[-1] == 3
+        control = scheduler.steering.control
+        wait_until(lambda: not control.buffer, "reports on disk")
+        assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
+        assert (scheduler.steering.num_reported, control.num_refused) == (59, 0)
+
+
+def slowly(act):
+    """The same after SLOW_S, in which the controller does nothing else."""
+    return lambda *given: time.sleep(SLOW_S) or act(*given)
 
 
 @pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])

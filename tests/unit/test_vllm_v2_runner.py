@@ -60,9 +60,10 @@ def runner(monkeypatch):
 
 
 @pytest.mark.parametrize(("chosen", "num_passes"), [(0, 1), (1, 1), (2, 2), (5, 5), (9, 5), (None, 5)])
-def test_a_draft_model_drafts_what_is_chosen(runner, chosen, num_passes):
+def test_a_draft_model_drafts_what_is_chosen(runner, caplog, chosen, num_passes):
     v2_runner.register()
     v2_runner.register()  # vLLM may call it again
+    assert not caplog.records
     speculator = runner[v2_runner.DRAFTING].StandaloneARSpeculator()
     drafts = speculator.propose(ROWS, 7, num_speculative_tokens=chosen)
     assert speculator.num_passes == num_passes
