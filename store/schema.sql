@@ -287,9 +287,9 @@ ORDER BY t.context_id, t.batch_min;
 
 CREATE VIEW choices AS
 -- The learned table for people: one row per context and range of batch sizes with one arm in use, or with arms that the
--- evidence cannot tell apart from it. Within a range the speedup differs by at most a quarter, and ms per token by half.
--- Figures are means over the range's sizes, weighted by the samples of all arms there; sizes never run count for nothing
--- where others were.
+-- evidence cannot tell apart from it. Its arm is that of the size with the most samples. Within a range the speedup differs
+-- by at most a quarter, and ms per token by half. Figures are means over the range's sizes, weighted by the samples of all
+-- arms there; sizes never run count for nothing where others were.
 WITH RECURSIVE
 sizes AS (
   SELECT b.*, row_number() OVER (PARTITION BY b.context_id ORDER BY b.batch_min) AS place, seen.num_seen
@@ -308,6 +308,11 @@ walk AS (  -- from the smallest size up; a range goes on while the arm of its fi
   JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place + 1
   LEFT JOIN learned_table AS e ON e.context_id = w.context_id AND e.batch_min = s.batch_min AND e.arm = f.arm
 ),
+most AS (  -- the arm in use where a range has the most samples
+  SELECT w.context_id, w.first, s.arm,
+    row_number() OVER (PARTITION BY w.context_id, w.first ORDER BY s.num_seen DESC, s.place) AS number
+  FROM walk AS w JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
+),
 last_steps AS (
   SELECT context_id, batch_min, speculation_length, ngram, max(window_start) AS last_step
   FROM prediction_windows GROUP BY context_id, batch_min, speculation_length, ngram
@@ -321,7 +326,8 @@ parts AS (
   FROM walk AS w
   JOIN sizes AS f ON f.context_id = w.context_id AND f.place = w.first
   JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
-  JOIN learned_table AS t ON t.context_id = w.context_id AND t.batch_min = s.batch_min AND t.arm = f.arm
+  JOIN most AS m ON m.context_id = w.context_id AND m.first = w.first AND m.number = 1
+  JOIN learned_table AS t ON t.context_id = w.context_id AND t.batch_min = s.batch_min AND t.arm = m.arm
   LEFT JOIN learned_table AS shorter ON shorter.context_id = t.context_id AND shorter.batch_min = t.batch_min
     AND shorter.ngram = t.ngram AND shorter.speculation_length = t.speculation_length - 1
   LEFT JOIN learned_table AS longer ON longer.context_id = t.context_id AND longer.batch_min = t.batch_min

@@ -1,8 +1,9 @@
 """Selection of arms with hysteresis, and one exploration budget.
 
 The arm with the most expected tokens per second is in use; it stays until another one is better by STAYS. Probes try the
-arm whose score plus OPTIMISM standard deviations, relative to the arm in use, is largest, when the seconds that it is
-expected to lose have been earned. Policies that do not learn, for `controller --policy`, have their table from the start.
+arm whose score plus OPTIMISM standard deviations is largest, of those that steps of the arm can reduce, when the seconds
+that it is expected to lose have been earned. Policies that do not learn, for `controller --policy`, have their table from
+the start.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Selection:
             return None
         score = estimates.score[at].reshape(-1)
         value = score - score[self.arms[at]]
-        variance = estimates.variance(np.array([at]), self.arms[[at]]).reshape(-1)
+        variance = estimates.variance(np.array([at]), self.arms[[at]], by_steps=True).reshape(-1)
         optimistic = np.where((self.allowed & allowed).reshape(-1), value + OPTIMISM * np.sqrt(variance), -np.inf)
         optimistic[self.arms[at]] = -np.inf
         place = int(optimistic.argmax())

@@ -37,16 +37,17 @@ class Estimates:
         """Seconds of a step. at: range of sizes."""
         return float(np.exp(self.log_time[at, ngram, length] + self.level[at]))
 
-    def variance(self, at: np.ndarray, base: np.ndarray) -> np.ndarray:
+    def variance(self, at: np.ndarray, base: np.ndarray, by_steps: bool = False) -> np.ndarray:
         """Variance of the score of every arm relative to another one, [n, 2, lengths].
 
-        at: ranges of sizes; base: places of the arms that they are compared with; [n] each.
+        at: ranges of sizes; base: places of the arms that they are compared with; [n] each. by_steps: only what steps of an
+        arm can tell, without what evaluated outputs alone do.
         """
         num_lengths = self.place.shape[2]
         ngram, length = np.divmod(base, num_lengths)
         difference = self.gradient[at] - self.gradient[at, ngram, length][:, None, None]
         surface = ((difference @ self.solution.covariance) * difference).sum(axis=-1)
-        tokens: np.ndarray = contrast_variance(self.ratios, ngram, length)[..., :num_lengths]
+        tokens: np.ndarray = contrast_variance(self.ratios, ngram, length, by_steps)[..., :num_lengths]
         return surface + self._residual_variance(self.place[at], self.place[at, ngram, length]) + tokens
 
     def _residual_variance(self, place: np.ndarray, base: np.ndarray) -> np.ndarray:
@@ -122,12 +123,15 @@ def estimates_of(
 def _levels(grid: Grid, cells: Cells, theta: np.ndarray, evidence: Sequence[Evidence], level: float) -> np.ndarray:
     """Log seconds by range of sizes: what its own samples took, as far as it has any, [ranges].
 
-    theta: log time of each cell. level: of all sizes. Contrasts tell one size from another only where the load changes;
-    choices need no more, figures of a size do.
+    theta: log time of each cell. level: of all sizes. Ranges without samples are between their neighbours that have some.
+    Contrasts tell one size from another only where the load changes; choices need no more, figures of a size do.
     """
     ranges, (count, log_sum) = cells.numbers // (2 * grid.num_lengths), np.zeros((2, len(grid.low)))
     for each in evidence:
         count += np.bincount(ranges, each.count, len(count))
         log_sum += np.bincount(ranges, each.log_sum - each.count * theta, len(count))
-    levels: np.ndarray = (log_sum + SHRINKAGE * level) / (count + SHRINKAGE)
+    around, known, log_sizes = np.full(len(count), level), count >= SHRINKAGE, np.log(grid.sizes)
+    if known.any():
+        around = np.interp(log_sizes, log_sizes[known], log_sum[known] / count[known])
+    levels: np.ndarray = (log_sum + SHRINKAGE * around) / (count + SHRINKAGE)
     return levels

@@ -221,10 +221,11 @@ def _shrunk(sums: np.ndarray, tokens: np.ndarray, prior: np.ndarray) -> np.ndarr
     return values
 
 
-def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray) -> np.ndarray:
+def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray, by_steps: bool) -> np.ndarray:
     """Variance of the log tokens per step of every arm relative to some arms, [n, 2, lengths].
 
-    ngram, length: of the arms that they are compared with, [n].
+    ngram, length: of the arms that they are compared with, [n]. by_steps: without that of n-grams, which only evaluated
+    outputs tell.
     """
     accepted = np.clip(ratios.accepted.mean(axis=0), LEAST_ACCEPTED, 1.0 - LEAST_ACCEPTED)
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
@@ -232,6 +233,7 @@ def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray) -> 
     share = deeper / (1.0 + sums)[:, None]
     spread = OVERDISPERSION * (1.0 - accepted) / (accepted * (ratios.trials + SHRINKAGE))
     by_length = ((share[:, None] - share) ** 2) @ spread
-    kinds = (ngram[:, None] != np.arange(2)) * OUTPUT_SD**2 / (ratios.outputs + 1.0)
+    outputs = np.inf if by_steps else ratios.outputs
+    kinds = (ngram[:, None] != np.arange(2)) * OUTPUT_SD**2 / (outputs + 1.0)
     variance: np.ndarray = kinds[:, :, None] + by_length[length][:, None]
     return variance
