@@ -96,11 +96,9 @@ def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_d
     )
 
 
-def give_back_space(connection: Connection) -> bool:
-    """Return some free pages to the disk if a good part of the file is free; True if it did."""
+def give_back_space(connection: Connection) -> None:
+    """Return some free pages to the disk if a good part of the file is free."""
     num_free = connection.execute("PRAGMA freelist_count").fetchone()[0]
     num_pages = connection.execute("PRAGMA page_count").fetchone()[0]
-    if num_free < VACUUM_ABOVE_PAGES or num_free < VACUUM_ABOVE_SHARE * num_pages:
-        return False
-    connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
-    return True
+    if num_free >= max(VACUUM_ABOVE_PAGES, VACUUM_ABOVE_SHARE * num_pages):
+        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

@@ -18,9 +18,9 @@ from speclen.cli.profile.importing import Destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
+from speclen.store import transaction
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
-from speclen.store.failpoints import Failpoints
 from speclen.store.queries import stored_profiles, view_rows
 from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
@@ -257,11 +257,10 @@ def own_import(db: Path, key: ContextKey = KEY) -> int:
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile import` said under which number it was stored, and it was nowhere."""
 
-    def refuse(failpoints: Failpoints, name: str) -> None:
-        if name == "after_begin":
-            raise RefusedError("the database refuses a row of profiles")
+    def refuse(*_: object) -> None:
+        raise RefusedError("the database refuses a row of profiles")
 
-    monkeypatch.setattr(Failpoints, "reach", refuse)
+    monkeypatch.setattr(transaction, "add_predictions", refuse)
     with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
         own_import(tmp_path / "s.db")
     monkeypatch.undo()

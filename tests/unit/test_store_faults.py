@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from speclen.store import database, transaction
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
-from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
 from speclen.store.records import Commit
 from speclen.store.retention import Retention
@@ -72,7 +72,7 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, 
 def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
     path = tmp_path / "s.db"
     store = Store.open(path)
-    monkeypatch.setattr(Failpoints, "reach", lambda _, name: path.unlink() if name == "after_commit" else None)
+    monkeypatch.setattr(database, "write", lambda *arguments: (transaction.write(*arguments), path.unlink())[0])
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
     store.close()
 
@@ -244,11 +244,7 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     store = Store.open(path)
     assert store_now(store, moment(range(1, 2000))) is None
     wal = path.with_name("s.db-wal")
-    monkeypatch.setattr(
-        Failpoints,
-        "reach",
-        lambda _, name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else None,
-    )
+    monkeypatch.setattr(transaction, "add_predictions", lambda *_: os.truncate(wal, wal.stat().st_size // 2))
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
     store.close()
