@@ -26,46 +26,6 @@ class Choice:
     last: SequenceOutput | None = None
 
 
-@dataclass(slots=True)
-class SpeculationStatistics:
-    """Speculation counts over all sequences of a request, as vLLM reports them. Steps without a draft do not count.
-
-    accepted[j]: steps that accepted and kept exactly j draft tokens. num_spec_tokens: the longest draft of a step.
-    """
-
-    accepted: list[int] = field(default_factory=list)
-    num_draft_tokens: int = 0
-    num_spec_tokens: int = 0
-    _last: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-
-    def saw(self, output: SequenceOutput) -> None:
-        """Count every output, in order: each is one step, by which its totals grew."""
-        key = output.request_id, output.index
-        drafted_before, accepted_before = self._last.get(key, (0, 0))
-        self._last[key] = output.num_draft_tokens, output.num_accepted_tokens
-        drafted = output.num_draft_tokens - drafted_before
-        if not drafted:
-            return
-        run = output.num_accepted_tokens - accepted_before
-        self.accepted += [0] * (run + 1 - len(self.accepted))
-        self.accepted[run] += 1
-        self.num_draft_tokens += drafted
-        self.num_spec_tokens = max(self.num_spec_tokens, drafted)
-
-    def as_dict(self) -> dict[str, Any]:
-        num_steps = sum(self.accepted)
-        num_accepted = sum(run * count for run, count in enumerate(self.accepted))
-        return {
-            "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
-            "draft_acceptance_rate": num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            "acceptance_histogram": self.accepted,
-            "num_spec_steps": num_steps,
-            "num_accepted_draft_tokens": num_accepted,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_spec_tokens": self.num_spec_tokens,
-        }
-
-
 class Answer:
     """Answer to one job. tokenizer: for the text of tokens with log probabilities."""
 
@@ -75,7 +35,6 @@ class Answer:
         self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
         self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
-        self._statistics = SpeculationStatistics()
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         options = job.body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
@@ -149,15 +108,13 @@ class Answer:
     def usage(self) -> dict[str, int]:
         """Tokens so far; a prompt counts once, however many sequences it has."""
         prompt = sum(len(one.prompt_ids) for one in self.job.requests)
-        completion = sum(choice.last.num_completion_tokens for choice in self._choices if choice.last is not None)
+        completion = self._total("num_completion_tokens")
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _note(self, output: SequenceOutput) -> Choice:
         """The choice of an output, each of which counts once, in order."""
         choice = self._choices[self._first[output.request_id] + output.index]
         choice.last = output
-        if self.job.body.include_metrics:
-            self._statistics.saw(output)
         return choice
 
     def _common(self, choice: Choice, output: SequenceOutput | None) -> dict[str, Any]:
@@ -198,4 +155,20 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         if not self.job.body.include_metrics:
             return {}
-        return {"metrics": {"speculative_decoding": self._statistics.as_dict()}}
+        steps, drafted = self._total("num_steps"), self._total("num_draft_tokens")
+        accepted = self._total("num_accepted_tokens")
+        return {
+            "metrics": {
+                "speculative_decoding": {
+                    "num_steps": steps,
+                    "num_draft_tokens": drafted,
+                    "num_accepted_draft_tokens": accepted,
+                    "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+                    "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                }
+            }
+        }
+
+    def _total(self, name: str) -> int:
+        """A count of outputs, summed over all sequences."""
+        return sum(getattr(choice.last, name) for choice in self._choices if choice.last is not None)

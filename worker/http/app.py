@@ -132,9 +132,7 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
         text = await text_of(body, caller)
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
-        strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
-        limit = engine.max_sequence_tokens
-        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+        return json_response({"count": len(tokens), "max_model_len": engine.max_sequence_tokens, "tokens": tokens})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
