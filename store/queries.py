@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from speclen.records import Profile, ProfileCell
 from speclen.store.connection import Connection
 from speclen.store.records import (
     AcceptanceRow,
@@ -15,13 +15,13 @@ from speclen.store.records import (
     ContextLimitsRow,
     ContextRow,
     DecisionRow,
-    ProfileCellRow,
     ProfileRow,
     ReportRow,
     StateRow,
     StoredState,
     WorkerRow,
 )
+from speclen.store.statements import PROFILES
 
 Row = TypeVar("Row", bound=NamedTuple)
 
@@ -114,34 +114,18 @@ def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredProfile:
-    """A profile and its context."""
-
-    context: ContextRow
-    profile: ProfileRow
-
-
-def stored_profiles(connection: Connection) -> list[StoredProfile]:
+def stored_profiles(connection: Connection) -> list[ProfileRow]:
     """Every profile of the database, in order of profile_id."""
-    known = {context.context_id: context for context in contexts(connection)}
-    cells = _cells(connection)
-    columns = ProfileRow._fields[:-1]
-    found = []
-    for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
-        values = dict(zip(columns, row, strict=True))
-        for name in ("survival", "num_survival_rows"):
-            values[name] = tuple(json.loads(values[name]))
-        profile = ProfileRow(**values, cells=tuple(cells[values["profile_id"]]))
-        found.append(StoredProfile(known[profile.context_id], profile))
-    return found
-
-
-def _cells(connection: Connection) -> dict[int, list[ProfileCellRow]]:
-    """Cells by profile_id, ordered by batch size and length."""
-    columns = ", ".join(ProfileCellRow._fields)
+    cells: dict[int, list[ProfileCell]] = defaultdict(list)
+    columns = ", ".join(ProfileCell._fields)
     order = "profile_id, batch_size, speculation_length"
-    cells: dict[int, list[ProfileCellRow]] = defaultdict(list)
     for profile_id, *values in connection.execute(f"SELECT profile_id, {columns} FROM profile_cells ORDER BY {order}"):
-        cells[profile_id].append(ProfileCellRow(*values))
-    return cells
+        cells[profile_id].append(ProfileCell(*values))
+    found = []
+    for profile_id, context_id, source, survival, num_rows, after_group_id, imported_at in connection.execute(
+        f"SELECT {', '.join(PROFILES.columns)} FROM profiles ORDER BY profile_id"
+    ):
+        lists = tuple(json.loads(survival)), tuple(json.loads(num_rows))
+        profile = Profile(tuple(cells[profile_id]), *lists, source)
+        found.append(ProfileRow(profile_id, context_id, profile, after_group_id, imported_at))
+    return found

@@ -96,11 +96,12 @@ def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[
 
 def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[str]:
     refusals = []
-    for profile in profiles:
-        texts = {name: json.dumps(getattr(profile, name)) for name in ("survival", "num_survival_rows")}
-        values = profile._asdict() | texts
-        refusals += statements.PROFILES.run(connection, [[values[name] for name in statements.PROFILES.columns]])
-        refusals += statements.PROFILE_CELLS.run(connection, [(profile.profile_id, *cell) for cell in profile.cells])
+    for row in profiles:
+        profile = row.profile
+        texts = profile.source, json.dumps(profile.survival), json.dumps(profile.num_survival_rows)
+        values = row.profile_id, row.context_id, *texts, row.after_group_id, row.imported_at
+        refusals += statements.PROFILES.run(connection, [values])
+        refusals += statements.PROFILE_CELLS.run(connection, [(row.profile_id, *cell) for cell in profile.cells])
     return refusals
 
 

@@ -22,7 +22,7 @@ from speclen.controller.service.saving.pending import Mark, Pair, Unsaved
 from speclen.controller.wire.stored import row_of
 from speclen.records import Decision, DriftEvent, Profile, StepRecord
 from speclen.store.database import Store
-from speclen.store.records import Commit, StateRow, StoreEventRow
+from speclen.store.records import Commit, ProfileRow, StateRow, StoreEventRow
 
 log = structlog.get_logger()
 
@@ -118,7 +118,9 @@ class Journal:
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
         profile_id = next(self._profile_ids)
-        self._of(context).profiles.append(rows.profile_row(profile_id, context, profile, after_group_id, self.clock()))
+        self._of(context).profiles.append(
+            ProfileRow(profile_id, context.context_id, profile, after_group_id, self.clock())
+        )
         return profile_id
 
     def note_context(self, context: Context) -> None:

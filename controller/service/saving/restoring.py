@@ -16,7 +16,6 @@ import structlog
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Registry
 from speclen.controller.service.saving import rows
-from speclen.controller.wire.stored import profile_of
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_profiles
 from speclen.store.records import ProfileRow, StoredState, StoreEventRow, WorkerRow
@@ -66,14 +65,14 @@ def _profiles_of(contexts: Collection[int], database: Path | None) -> list[Profi
     if database is None or not contexts:
         return []
     with closing(connect_reader(database)) as connection:
-        return [stored.profile for stored in stored_profiles(connection)]
+        return stored_profiles(connection)
 
 
 def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]) -> None:
     """Seed a context from its profiles. Those of policies that do not learn are not in the estimator's state."""
-    for profile in profiles:
-        if profile.context_id == context.context_id:
-            estimator.seed_profile(context.key, profile_of(profile))
+    for row in profiles:
+        if row.context_id == context.context_id:
+            estimator.seed_profile(context.key, row.profile)
 
 
 def _restore_worker(registry: Registry, row: WorkerRow, context: Context) -> list[StoreEventRow]:

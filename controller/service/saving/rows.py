@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.sequence import SeqWindow
-from speclen.records import Decision, DriftEvent, Limits, Profile
+from speclen.records import Decision, DriftEvent, Limits
 from speclen.store.records import (
     AcceptanceRow,
     ArmEstimateRow,
@@ -15,8 +15,6 @@ from speclen.store.records import (
     ContextRow,
     DecisionRow,
     DriftEventRow,
-    ProfileCellRow,
-    ProfileRow,
     WorkerRow,
 )
 
@@ -92,9 +90,3 @@ def decision_row(context: Context, decision: Decision, after_group_id: int, now:
 
 def drift_row(context: Context, event: DriftEvent, after_group_id: int, now: float) -> DriftEventRow:
     return filled(DriftEventRow, event, context, after_group_id=after_group_id, detected_at=now)
-
-
-def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:
-    cells = tuple(ProfileCellRow(*cell) for cell in profile.cells)
-    more = {"profile_id": profile_id, "after_group_id": after_group_id, "imported_at": now, "cells": cells}
-    return filled(ProfileRow, profile, context, **more)
