@@ -60,7 +60,7 @@ def find_destination(db: Path, controller: str, client: Client) -> Destination:
     found = owner(controller, client)
     if named and not owns(found, db):
         raise UserError(
-            f"the controller at {controller} keeps {found.database or 'no database'}, not {db}: give --controller the "
+            f"the controller at {controller} keeps {found.database}, not {db}: give --controller the "
             "address of the one that does" + ("" if is_locked(db) else ", or drop --controller, since none runs on it")
         )
     return Destination(Path(found.database), controller, client)

@@ -57,7 +57,7 @@ def check_available(flag: str, address: str, client: Client) -> None:
 
 def owns(found: control_pb2.ServerIdentity, database: Path) -> bool:
     """True if the controller keeps this very file, whatever it is called."""
-    if found.host != socket.gethostname() or not found.database:
+    if found.host != socket.gethostname():
         return False
     try:
         return os.path.samefile(found.database, database)

@@ -93,8 +93,6 @@ class ControllerCollector:
         yield FAMILIES.gauge("durable_lag_seconds", "Age of the oldest thing that is not on disk yet", journal.lag_s())
         yield FAMILIES.counter("commits", "Commits on disk", journal.num_commits)
         yield FAMILIES.counter("commits_failed", "Commits given up", journal.num_failed_commits)
-        if journal.store is None:
-            return
         health = journal.store.health()
         yield FAMILIES.gauge("store_ok", "1 while commits succeed", int(health.ok))
         yield FAMILIES.gauge("database_bytes", "Size of the database and its WAL", health.database_bytes)

@@ -23,7 +23,7 @@ def value(text: str, name: str) -> float:
     return float(found.group(1))
 
 
-@controller_story(stored=True)
+@controller_story
 async def test_counts_follow_what_happened(at):
     await at.stub.RegisterWorker(registration())
     call = at.stub.StreamReports()

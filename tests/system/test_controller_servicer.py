@@ -226,7 +226,7 @@ async def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
     token.write_text("0123456789abcdef\n")
     reading.write_text("fedcba9876543210\n")
 
-    async with served(None, token_file=token, read_token_file=reading) as at:
+    async with served(tmp_path, token_file=token, read_token_file=reading) as at:
         full = (("authorization", "Bearer 0123456789abcdef"),)
         read = (("authorization", "Bearer fedcba9876543210"),)
         await at.stub.RegisterWorker(registration(), metadata=full)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine

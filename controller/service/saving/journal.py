@@ -36,13 +36,12 @@ MAX_WAITING_REPORTS = 200_000
 class Journal:
     """Collects on the event loop, hands over to the store, and moves high-water marks when the disk has answered.
 
-    Without a store nothing is kept, and everything counts as saved at once. given_up: why, by pair, until a later commit of
-    it lands.
+    given_up: why, by pair, until a later commit of it lands.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store,
         estimator: Estimator,
         clock: Callable[[], float],
         interval_s: float = 1.0,
@@ -88,12 +87,11 @@ class Journal:
     def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
         """Keep reports that were learned from, with the mark: everything up to the worker's applied_seq has been."""
         self.note_worker(worker)
-        if self.store is not None:
-            whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
-            self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
-            self._num_collected += len(steps)
-            if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
-                self._drop_oldest()
+        whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
+        self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
+        self._num_collected += len(steps)
+        if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Of the pair with the most rows."""
@@ -129,7 +127,7 @@ class Journal:
 
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
         """Events of the store as a whole; handed over at once."""
-        if self.store is not None and events:
+        if events:
             self.store.submit(Commit(store_events=events), lambda error: None)
 
     # Commits.
@@ -157,9 +155,6 @@ class Journal:
         if pair in self._in_flight:
             return
         changes = self._in_flight[pair] = self._unsaved.pop(pair)
-        if self.store is None:
-            self._land(pair, None)
-            return
         try:
             commit = self._commit_of(pair, changes)
         except Exception as error:  # a mistake of ours about one pair is no reason not to save the others
@@ -200,7 +195,7 @@ class Journal:
         changes = self._in_flight.pop(pair)
         self._num_collected -= len(changes.reports)
         if error is None:
-            self.num_commits += self.store is not None
+            self.num_commits += 1
             self.given_up.pop(pair, None)
         else:
             self.num_failed_commits += 1
@@ -218,8 +213,7 @@ class Journal:
 
     def _look_for_room(self) -> None:
         """Streams wait for a slow disk, but not for a broken one: then learning goes on in memory."""
-        disk_works = self.store is not None and self.store.health().ok
-        if self._num_collected <= self.max_waiting_reports or not disk_works:
+        if self._num_collected <= self.max_waiting_reports or not self.store.health().ok:
             self._room.set()
         else:
             self._room.clear()

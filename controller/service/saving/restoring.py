@@ -7,7 +7,7 @@ cannot be used is set aside as a store event, and its contexts begin anew, from 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,14 +24,15 @@ log = structlog.get_logger()
 
 
 def restore(
-    estimator: Estimator, registry: Registry, stored: StoredState, database: Path | None = None
+    estimator: Estimator, registry: Registry, stored: StoredState, database: Path
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Go on where the stored state stopped; returns contexts that begin anew, and what could not be used."""
     contexts = {
         row.context_id: registry.add_context(Context(row.context_id, row.key, row.limits, row.created_at))
         for row in stored.contexts
     }
-    profiles = _profiles_of(contexts, database)
+    with closing(connect_reader(database)) as connection:
+        profiles = stored_profiles(connection)
     for context in contexts.values():
         estimator.add_context(context.key, context.limits)
         _seed(estimator, context, profiles)
@@ -59,13 +60,6 @@ def _restore_states(
             for context in members:
                 estimator.start_anew(context.key, "its stored state cannot be used")
     return forgotten, aside
-
-
-def _profiles_of(contexts: Collection[int], database: Path | None) -> list[ProfileRow]:
-    if database is None or not contexts:
-        return []
-    with closing(connect_reader(database)) as connection:
-        return stored_profiles(connection)
 
 
 def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]) -> None:
