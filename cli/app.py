@@ -41,7 +41,7 @@ VERBS: Verbs = {
     "replay": (
         "speclen.cli.replay",
         "replay",
-        "Repeat decisions from stored reports; what other policies would have cost.",
+        "Repeat decisions from stored reports.",
     ),
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),

@@ -1,4 +1,4 @@
-"""`speclen replay`: from stored reports, the same decisions again, and what other policies would have cost."""
+"""`speclen replay`: from stored reports, the same decisions again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from speclen.cli.learned.history import MAX_REPORTS, events
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
-from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, PolicyCost, Replay, cost_of
+from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, Replay
 from speclen.controller.analysis.replay import replay as replay_events
-from speclen.controller.estimator import Estimator
 from speclen.records import Arm
 from speclen.store.queries import contexts, decisions
 from speclen.store.records import ContextRow, DecisionRow
-
-COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +38,15 @@ class Agreement:
 def replay(
     db: Path = DB_OPTION,
     policy: str = typer.Option(ADAPTIVE, help="Policy of the controller that wrote the database."),
-    policies: str = typer.Option(COMPARED, help="Policies to estimate the cost of, separated by commas; '' for none."),
     newest: int = typer.Option(
         MAX_REPORTS, min=1, metavar="N", help="Reports to replay at most, the newest; each takes about 2 kB of memory."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Repeat what the controller decided from the stored reports, and estimate what other policies would have cost.
+    """Repeat what the controller decided from the stored reports, and compare it with the stored decisions.
 
-    Example: speclen replay --db .speclen/speclen.db --policies profile,fixed:3,none
+    Example: speclen replay --db .speclen/speclen.db
     """
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    check_policies(policy, *names)
     with reading(db) as connection:
         connection.execute("BEGIN")  # all of one moment, though the controller goes on
         known = contexts(connection)
@@ -61,25 +54,17 @@ def replay(
         stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
-    result = replay_events(history, policy)
+    try:
+        result = replay_events(history, policy)
+    except ValueError as error:  # no such policy
+        raise UserError(str(error)) from error
     agreement = compare(result, stored, known)
-    costs = cost_of(history, result, names)
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
         document |= {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
-        document["costs"] = [asdict(cost) | {"ratio": cost.ratio} for cost in costs]
         print(json.dumps(document))
     else:
-        show(result, agreement, costs, missing_groups(history))
-
-
-def check_policies(*names: str) -> None:
-    """Raises UserError for a policy that a controller does not know."""
-    for name in names:
-        try:
-            Estimator(name)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        show(result, agreement, missing_groups(history))
 
 
 def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
@@ -108,8 +93,8 @@ def changes_of(result: Replay) -> dict[str, int]:
     return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
 
 
-def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
-    """Agreement in words, costs as a table. num_missing: groups before the first one."""
+def show(result: Replay, agreement: Agreement, num_missing: int) -> None:
+    """Agreement in words. num_missing: groups before the first one."""
     console = Console(markup=False, highlight=False)
     console.print(
         f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
@@ -121,20 +106,4 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         )
     changes = ", ".join(f"{number} of {factor}" for factor, number in changes_of(result).items()) or "none"
     console.print(f"Changes detected: {changes}.")
-    if costs:
-        show_costs(console, result, costs)
-
-
-def show_costs(console: Console, result: Replay, costs: list[PolicyCost]) -> None:
-    """Estimated time of each policy for the steps that could be compared."""
-    console.print(
-        f"Time for the tokens of {costs[0].num_steps} usable samples, by the estimates at the end "
-        f"(they took {costs[0].actual_s:.1f} s):"
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("policy", "seconds", "of the actual"):
-        table.add_column(heading, justify="right")
-    for cost in costs:
-        table.add_row(cost.policy, f"{cost.ratio * cost.actual_s:.1f}", f"{100 * cost.ratio:.1f}%")
-    console.print(table)
     console.print(f"Contexts: {', '.join(map(str, result.estimator.contexts))}.")
