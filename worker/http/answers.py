@@ -9,7 +9,7 @@ from typing import Any
 
 from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
 from speclen.worker.http.translate import Job
-from speclen.worker.requests.detokenize import make_decode, make_token_bytes
+from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import SequenceOutput, by_sequence, joined
 
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
@@ -32,7 +32,6 @@ class Answer:
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
         self._decode = make_decode(tokenizer, skip_special_tokens=False)
-        self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
         self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
@@ -147,7 +146,7 @@ class Answer:
         if not self._wants_logprobs or not output.token_ids:
             return None
         if self.job.chat:
-            return chat_logprobs(output.token_ids, output.logprobs, self._decode, self._token_bytes)
+            return chat_logprobs(output.token_ids, output.logprobs, self._decode)
         shape = completion_logprobs(output.token_ids, output.logprobs, self._decode, choice.offset)
         choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
         return shape

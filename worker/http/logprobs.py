@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from speclen.worker.requests.detokenize import REPLACEMENT, Decode
 from speclen.worker.requests.request import TokenLogprobs
 
-TokenBytes = Callable[[int], bytes | None]
 LEAST = -9999.0  # JSON has no -inf, nor NaN
 
 
@@ -41,16 +40,13 @@ def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
     return entries
 
 
-def chat_logprobs(
-    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, token_bytes: TokenBytes
-) -> dict[str, Any]:
-    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several."""
+def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
+    """Entries of a chat. The bytes of a token that is a part of a character are null."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])
-        known = token_bytes(token) if REPLACEMENT in text else None
-        told = text.encode("utf-8", errors="replace") if known is None else known
-        return {"token": text, "logprob": finite(logprob), "bytes": list(told)}
+        told = None if REPLACEMENT in text else list(text.encode("utf-8", errors="replace"))
+        return {"token": text, "logprob": finite(logprob), "bytes": told}
 
     return {
         "content": [
