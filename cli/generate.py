@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
@@ -66,11 +65,8 @@ def generate(
         speculation=parse_speculation(speculation),
     )
     client, worker = client_from(reaching), reaching["worker"]
-    with client.channel(worker) as channel:
-        try:
-            completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
-        except grpc.RpcError as error:
-            raise UserError(client.explain(error, "worker", worker)) from error
+    with client.calling("worker", worker) as channel:
+        completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
     if as_json:
         print(json.dumps(completions, indent=2))
 

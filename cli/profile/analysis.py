@@ -50,21 +50,15 @@ def ms_per_token(profile: Profile, cell: ProfileCell) -> float:
 
 def analyse(document: ProfileDocument) -> Analysis:
     """Compare what was measured with what the estimator makes of it."""
-    chosen = estimator_lengths(document)
-    return Analysis(tuple(_analyse_batch(document.profile, size, chosen[size]) for size in sorted(chosen)))
-
-
-def _analyse_batch(profile: Profile, batch_size: int, estimator: int) -> BatchAnalysis:
-    cells = [cell for cell in profile.cells if cell.batch_size == batch_size]
-    times = {cell.speculation_length: ms_per_token(profile, cell) for cell in cells}
-    best = min(times, key=lambda length: times[length])
-    return BatchAnalysis(
-        batch_size=batch_size,
-        ms_per_token=times,
-        best_length=best,
-        estimator_length=estimator,
-        estimator_excess=times[estimator] / times[best] - 1 if estimator in times else None,
-    )
+    profile, chosen = document.profile, estimator_lengths(document)
+    found = []
+    for size in sorted(chosen):
+        cells = [cell for cell in profile.cells if cell.batch_size == size]
+        times = {cell.speculation_length: ms_per_token(profile, cell) for cell in cells}
+        best, length = min(times, key=lambda length: times[length]), chosen[size]
+        excess = times[length] / times[best] - 1 if length in times else None
+        found.append(BatchAnalysis(size, times, best, length, excess))
+    return Analysis(tuple(found))
 
 
 def estimator_lengths(document: ProfileDocument) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ class Client:
         else:
             channel = grpc.secure_channel(address, self._credentials, options)
         return grpc.intercept_channel(channel, *self._interceptors)
+
+    @contextlib.contextmanager
+    def calling(self, kind: str, address: str) -> Iterator[grpc.Channel]:
+        """A channel to the worker or controller (`kind`) at an address; a call that fails is a UserError."""
+        with self.channel(address, f"--{kind}") as channel:
+            try:
+                yield channel
+            except grpc.RpcError as error:
+                raise UserError(self.explain(error, kind, address)) from error
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
         """One sentence for a call to the worker or controller (`kind`) at an address that failed."""

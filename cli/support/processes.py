@@ -90,7 +90,7 @@ class Child:
     def last_words(self) -> str:
         """Why it has ended: the signal that killed it, or what it said last."""
         code = self.exit_code
-        return self.last_line() if code is None or code >= 0 else f"killed by {signal_name(-code)}"
+        return self.last_line() if code is None or code >= 0 else f"ended by a signal: {signal.strsignal(-code)}"
 
     def last_line(self) -> str:
         """The last line that this life has logged, which names the cause when a process has ended by itself."""
@@ -207,13 +207,6 @@ class Child:
             self.num_restarts += 1
             return f"{self.name} was started again"
         return None
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
 
 
 def stop_all(children: Sequence[Child], timeout_s: float) -> None:

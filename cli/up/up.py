@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import typer
 
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
@@ -160,11 +159,8 @@ def wait_for(child: Child, tell: Callable[[str], None]) -> None:
 
 def database_of(controller: str, client: Client) -> Path:
     """The controller's database, by its own word: settings of its own may name another."""
-    try:
-        with client.channel(controller, "--controller") as channel:
-            database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
-    except grpc.RpcError as error:
-        raise UserError(client.explain(error, "controller", controller)) from error
+    with client.calling("controller", controller) as channel:
+        database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
     here = Path.cwd()
     return Path(database).relative_to(here) if Path(database).is_relative_to(here) else Path(database)
 
