@@ -190,7 +190,7 @@ async def test_what_is_far_too_long_is_refused_in_a_short_sentence(at, changes, 
 
 @controller_story
 async def test_a_mistake_of_ours_is_logged_and_not_told(at, monkeypatch):
-    monkeypatch.setattr(at.service.estimator, "rows", lambda key: 1 / 0)
+    monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)
     await at.stub.RegisterWorker(registration())
     code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
     assert (code, "division" in details) == ("INTERNAL", False)
