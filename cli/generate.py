@@ -58,8 +58,10 @@ def generate(
     sampling = pb.SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, n=n, max_tokens=max_tokens, stop=map(utf8, stop)
     )
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")  # what is no UTF-8, `utf8` refuses
     request = pb.GenerateRequest(
-        text=utf8(standard_input() if prompt == "-" else prompt),
+        text=utf8(prompt),
         sampling_params=sampling,
         stream=not as_json and n == 1,
         speculation=parse_speculation(speculation),
@@ -69,11 +71,6 @@ def generate(
         completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
     if as_json:
         print(json.dumps(completions, indent=2))
-
-
-def standard_input() -> str:
-    """All of it. Bytes that are no UTF-8 are kept as what they are, and refused by `utf8`."""
-    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
 
 
 def utf8(text: str) -> str:

@@ -6,6 +6,7 @@ estimates and high-water marks are of one transaction, and that is on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -25,7 +26,7 @@ from speclen.store.connection import (
     refusal,
     sqlite3,
 )
-from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
+from speclen.store.files import Presence, WriterLock, damage_path, move_aside, size_of
 from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
@@ -237,7 +238,8 @@ class Store:
         """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
         if is_corruption(error):
             self._presence.check(self._commit_number)
-            note_damage(self.path)
+            with contextlib.suppress(OSError):  # the damage itself is what is told
+                damage_path(self.path).touch()
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
     def _wait_to_retry(self, error: Exception, delay: float) -> bool:

@@ -31,10 +31,11 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
+    states = "learned_states ORDER BY updated_at"
     return StoredState(
         contexts=contexts(connection),
         workers=workers(connection),
-        states={(row.target, row.draft): row.state for row in states(connection)},
+        states={(row.target, row.draft): row.state for row in _rows(connection, StateRow, states)},
         last_group_id=_last_group_id(connection),
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
@@ -77,11 +78,6 @@ def context_limits(connection: Connection) -> tuple[ContextLimitsRow, ...]:
 def workers(connection: Connection) -> tuple[WorkerRow, ...]:
     """Every worker, in order of worker_key."""
     return tuple(_rows(connection, WorkerRow, "workers ORDER BY worker_key"))
-
-
-def states(connection: Connection) -> tuple[StateRow, ...]:
-    """The estimator's state of every pair, the newest last."""
-    return tuple(_rows(connection, StateRow, "learned_states ORDER BY updated_at"))
 
 
 def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRow]:

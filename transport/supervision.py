@@ -119,8 +119,8 @@ class Supervisor:
             except Exception as error:
                 reason = describe(error)
             except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # this part is to end, and not only something that it waited for
                 reason = "it was cancelled from within"
             if self._stopped:
                 return
@@ -176,12 +176,6 @@ def end_process(place: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def is_cancelled() -> bool:
-    """True if somebody wants the running task to end; False where only something that it waits for was cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def until_one_fails(*works: Coroutine[Any, Any, None]) -> None:

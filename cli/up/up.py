@@ -83,7 +83,8 @@ def up(
         up_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
         return
     refuse_without_ray(fleet)
-    hand_on_configuration(context)
+    if (config := context.find_root().params.get("config")) is not None:
+        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())  # for the children, too
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     run = Run(data_dir, places, secrets.token_hex(8), client)
     run_here(run, arguments(options), demo, once)
@@ -173,13 +174,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(str(error)) from error
     return options
-
-
-def hand_on_configuration(context: typer.Context) -> None:
-    """Children read the file that `--config` named, too."""
-    config = context.find_root().params.get("config")
-    if config is not None:
-        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())
 
 
 @dataclass(frozen=True, slots=True)

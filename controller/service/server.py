@@ -135,7 +135,7 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
     quiet_interpreter()
     page = None
     async with running(config) as controller:
-        page = serve_page(controller, config)
+        page = show_page(controller, config)
         host = config.listen.rpartition(":")[0]
         announce(
             f"speclen controller serving on {host}:{controller.port}, "
@@ -158,17 +158,19 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
         page.server.shutdown()
 
 
-def serve_page(controller: Running, config: ControllerConfig) -> Any:
+def show_page(controller: Running, config: ControllerConfig) -> Any:
     """The Prometheus page, if one is wanted. Raises OSError."""
     if not config.metrics_listen:
         return None
-    from speclen.controller.service.metrics import (  # only then: its library takes time to import
-        ControllerCollector,
-        serve_metrics,
-    )
+    # Only then: the library takes time to import.
+    from prometheus_client import CollectorRegistry
 
-    collector = ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop())
-    page = serve_metrics(collector, config)
+    from speclen.controller.service.metrics import ControllerCollector
+    from speclen.transport.pages import serve_page
+
+    registry = CollectorRegistry()
+    registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))
+    page = serve_page(config.metrics_listen, registry, config.security)
     controller.supervisor.watch(page.thread)
     return page
 

@@ -35,7 +35,7 @@ def row_of(
         step.decision_version,
         flags,
         step.probe_id,
-        _class_text(step) if step.class_histograms else None,
+        _text({_CLASSES[kind]: runs for kind, runs in step.class_histograms}) if step.class_histograms else None,
         step.num_drafted_sequences,
         step.num_verified_tokens,
         step.draft_prefill_s,
@@ -73,7 +73,3 @@ def _text(value: object) -> str:
 
 
 _list_text = lru_cache(maxsize=16_384)(_text)  # few histograms differ
-
-
-def _class_text(step: StepRecord) -> str:
-    return _text({_CLASSES[kind]: runs for kind, runs in step.class_histograms})
