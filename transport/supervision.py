@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -215,3 +216,17 @@ def describe(error: BaseException) -> str:
         place = f" ({trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno})"
         trace = trace.tb_next
     return f"{type(error).__name__}: {error}{place}"
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT; a second signal ends the process at once."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if event.is_set():
+            os._exit(130)
+        event.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return event

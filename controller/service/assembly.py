@@ -14,13 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.intake import Intake
-from speclen.controller.service.learner import Learner
+from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.saving.restoring import restore
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
-from speclen.controller.service.totals import Totals
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -13,7 +15,6 @@ from speclen.controller.service.prediction import PredictionError
 from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.totals import Totals
 from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, Table
 
 log = structlog.get_logger()
@@ -26,6 +27,23 @@ MANY_REPORTS = 512
 FEW_REPORTS = 8
 # Workers with another policy do not use the table: a probe would be lost on them.
 FOLLOWS_TABLE = ("", "adaptive")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start of the process.
+
+    num_reports: learned from, in num_groups calls. refused: by reason. drift: by factor.
+    """
+
+    num_reports: int = 0
+    num_groups: int = 0
+    num_repeated: int = 0
+    num_missing: int = 0
+    num_decisions: int = 0
+    num_probes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    drift: Counter[str] = field(default_factory=Counter)
 
 
 class Learner:

@@ -19,8 +19,7 @@ from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.transport.address import check_free
 from speclen.transport.probes import probed
-from speclen.transport.stopping import stop_event
-from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError
+from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, stop_event
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import (

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
 from speclen.worker.http.translate import Job
-from speclen.worker.requests.detokenize import make_decode
-from speclen.worker.requests.request import SequenceOutput, by_sequence, joined
+from speclen.worker.requests.detokenize import REPLACEMENT, Decode, make_decode
+from speclen.worker.requests.request import SequenceOutput, TokenLogprobs, by_sequence, joined
 
+LEAST = -9999.0  # JSON has no -inf, nor NaN
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
 
 
@@ -171,3 +172,56 @@ class Answer:
     def _total(self, name: str) -> int:
         """A count of outputs, summed over all sequences."""
         return sum(getattr(choice.last, name) for choice in self._choices if choice.last is not None)
+
+
+def completion_logprobs(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, offset: int
+) -> dict[str, Any]:
+    """Parallel lists, one entry a token. offset: characters of the output before the first of them.
+
+    As in vLLM, tokens are decoded one by one, and offsets are sums of their lengths.
+    """
+    tokens = [decode([token]) for token in ids]
+    offsets, at = [], offset
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "top_logprobs": [by_text(text, one, decode) for text, one in zip(tokens, logprobs, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
+    """Log probabilities by text. Tokens of one text share an entry: the chosen token's, or the likeliest."""
+    entries = {token: finite(one.logprob)}
+    for other, logprob in pairs(one):
+        entries.setdefault(decode([other]), finite(logprob))
+    return entries
+
+
+def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
+    """Entries of a chat. The bytes of a token that is a part of a character are null."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        told = None if REPLACEMENT in text else list(text.encode("utf-8", errors="replace"))
+        return {"token": text, "logprob": finite(logprob), "bytes": told}
+
+    return {
+        "content": [
+            entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in pairs(one)]}
+            for token, one in zip(ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:
+    return list(zip(one.top_ids, one.top_logprobs, strict=True))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST) if math.isfinite(logprob) else LEAST

@@ -20,8 +20,7 @@ from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.credentials import ServerSecurity
 from speclen.transport.pages import serve_page
 from speclen.transport.probes import probed
-from speclen.transport.stopping import stop_event
-from speclen.transport.supervision import PartFailedError, Supervisor
+from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends import openvino
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
@@ -30,8 +29,8 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
+from speclen.worker.reporting.card import controller_of
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import load, model_facts

@@ -13,7 +13,7 @@ import grpc
 import structlog
 from grpc import aio
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.transport.logs import Sparse
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc
