@@ -38,11 +38,7 @@ VERBS: Verbs = {
         "explain",
         "Show the estimates behind the arm of a batch size.",
     ),
-    "replay": (
-        "speclen.cli.replay",
-        "replay",
-        "Repeat decisions from stored reports.",
-    ),
+    "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.backup", "restore", "Make a backup the database again."),

@@ -16,19 +16,7 @@ try:
 except ImportError:  # other systems than Linux: the SQLite that Python was built with
     import sqlite3
 
-__all__ = [
-    "APPLICATION_ID",
-    "DATABASE_BEGINS",
-    "Connection",
-    "CorruptStoreError",
-    "FileErrors",
-    "StoreError",
-    "checking",
-    "connect_reader",
-    "connect_writer",
-    "in_one_line",
-    "sqlite3",
-]
+__all__ = ["sqlite3"]  # imported here for all
 
 # "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
 # column, table or view needs another one.

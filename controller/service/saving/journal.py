@@ -11,18 +11,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.saving import rows
-from speclen.controller.service.saving.pending import Mark, Pair, Unsaved
 from speclen.controller.wire.stored import row_of
 from speclen.records import Decision, DriftEvent, Profile, StepRecord
 from speclen.store.database import Store
-from speclen.store.records import Commit, ProfileRow, StateRow, StoreEventRow
+from speclen.store.records import (
+    Commit,
+    ContextLimitsRow,
+    DecisionRow,
+    DriftEventRow,
+    ProfileRow,
+    StateRow,
+    StoreEventRow,
+    WorkerRow,
+)
 
 log = structlog.get_logger()
 
@@ -31,6 +42,29 @@ MAX_SHARE = 0.1
 # Reports on their way to a disk, some 500 bytes each. Beyond, streams wait for one that works, two seconds at 100,000 a
 # second; for one that does not the oldest raw rows are given up, and the estimates that contain them stay.
 MAX_WAITING_REPORTS = 200_000
+# Decisions and drift events kept while the disk is full; they are rare, this only bounds a runaway.
+MAX_EVENTS = 10_000
+
+Pair = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Unsaved:
+    """Changes of one pair of models since its last commit; contexts by context_id, workers by worker_id.
+
+    marks: by worker_id a worker, its epoch, and the seq up to which nothing is missing from it in this commit.
+    """
+
+    since: float
+    reports: list[tuple[object, ...]] = field(default_factory=list)
+    num_reports_dropped: int = 0
+    workers: dict[str, WorkerRow] = field(default_factory=dict)
+    marks: dict[str, tuple[Worker, int, int]] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    decisions: deque[DecisionRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    profiles: list[ProfileRow] = field(default_factory=list)
+    limits: list[ContextLimitsRow] = field(default_factory=list)
 
 
 class Journal:
@@ -82,7 +116,7 @@ class Journal:
             worker.noted_at = worker.last_seen_at
             unsaved = self._of(worker.context)
             unsaved.workers[worker.worker_id] = rows.worker_row(worker)
-            unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.seqs.settled_seq)
+            unsaved.marks[worker.worker_id] = worker, worker.epoch, worker.seqs.settled_seq
 
     def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
         """Keep reports that were learned from, with the mark: everything up to the worker's applied_seq has been."""
@@ -96,7 +130,9 @@ class Journal:
     def _drop_oldest(self) -> None:
         """Of the pair with the most rows."""
         fullest = max(self._unsaved.values(), key=lambda unsaved: len(unsaved.reports))
-        num = fullest.drop_oldest(self._num_collected - self.max_waiting_reports)
+        num = min(self._num_collected - self.max_waiting_reports, len(fullest.reports))
+        del fullest.reports[:num]
+        fullest.num_reports_dropped += num
         self._num_collected -= num
         self.num_reports_dropped += num
 
@@ -201,11 +237,11 @@ class Journal:
             self.num_failed_commits += 1
             self.given_up[pair] = error
             log.error("a commit was given up, what was learned goes into the next", reason=str(error))
-        for mark in changes.marks.values():
-            if error is None:
-                mark.advance()
-            else:
-                self.note_worker(mark.worker)
+        for worker, epoch, seq in changes.marks.values():
+            if error is not None:
+                self.note_worker(worker)
+            elif worker.epoch == epoch:  # no other incarnation has registered meanwhile
+                worker.durable_seq = max(worker.durable_seq, seq)
         self._landed.set()
         self._look_for_room()
 
