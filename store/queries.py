@@ -32,11 +32,14 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best")
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
     states = "learned_states ORDER BY updated_at"
+    # Pairs of models commit apart, so the highest group need not be the last row's, but it is near; retention never deletes
+    # the newest report. Looking at all of them would take a second per 10 million.
+    newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
     return StoredState(
         contexts=contexts(connection),
         workers=workers(connection),
         states={(row.target, row.draft): row.state for row in _rows(connection, StateRow, states)},
-        last_group_id=_last_group_id(connection),
+        last_group_id=connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0],
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
 
@@ -49,15 +52,6 @@ def _rows(connection: Connection, row_class: type[Row], source: str, *values: An
         for place in booleans:
             content[place] = None if content[place] is None else bool(content[place])
         yield row_class(*content)
-
-
-def _last_group_id(connection: Connection) -> int:
-    """The highest group stored. Pairs of models commit apart, so it need not be the last row's, but it is near.
-
-    Retention never deletes the newest report. Looking at all of them would take a second per 10 million.
-    """
-    newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
-    return connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0]
 
 
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:

@@ -110,12 +110,11 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Rendera
         table.add_row(address, *state_cells(info), *rates, info.table_source)
         ranges = [range_of(choice) for choice in info.table.choices]
         learned.setdefault(str(ranges), (ranges, []))[1].append(address)
-    return Group(table, *reasons, *(part for entry in learned.values() for part in table_parts(*entry)))
-
-
-def table_parts(ranges: list[Row], addresses: list[str]) -> list[RenderableType]:
-    """A table and the workers that have it."""
-    return [Text(f"\n{', '.join(addresses)}", style="bold"), table_of(ranges, 80)] if ranges else []
+    parts = [table, *reasons]
+    for ranges, addresses in learned.values():
+        if ranges:
+            parts += [Text(f"\n{', '.join(addresses)}", style="bold"), table_of(ranges, 80)]
+    return Group(*parts)
 
 
 def state_cells(info: pb.GetServerInfoResponse) -> list[str]:

@@ -53,15 +53,8 @@ class ClientConfig:
 class Client:
     """Channels to our servers, with TLS and token as configured. Raises UserError for files that cannot be used."""
 
-    def __init__(
-        self,
-        ca: Path | None = None,
-        cert: Path | None = None,
-        key: Path | None = None,
-        token_file: Path | None = None,
-        prefix: str = "--",
-    ) -> None:
-        self.security = ClientSecurity(ca, cert, key, token_file, prefix)
+    def __init__(self, security: ClientSecurity | None = None) -> None:
+        self.security = security or ClientSecurity()
         try:
             self._credentials, metadata = self.security.credentials(), self.security.metadata()
         except ValueError as error:
@@ -122,7 +115,7 @@ class Client:
 
 def client_from(settings: dict[str, Any]) -> Client:
     """The client of a verb's settings; other settings are left alone."""
-    return Client(*(settings[name] for name in SECURITY))
+    return Client(ClientSecurity(*(settings[name] for name in SECURITY)))
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:

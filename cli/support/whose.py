@@ -70,7 +70,7 @@ def check_controller(security: ClientSecurity, address: str, run_id: str) -> Non
 
     None at all is no error: a worker serves until one comes.
     """
-    client = Client(security.ca, security.cert, security.key, security.token_file, security.prefix)
+    client = Client(security)
     found = answering(client, address, run_id)
     if found is not None and run_id and found.run_id != run_id:
         raise UserError(f"{address} is taken by {occupant(address, client)}: give --controller the one of this run")

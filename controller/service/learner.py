@@ -106,7 +106,10 @@ class Learner:
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
-            self._give_up(worker, len(steps))
+            self.totals.refused["estimator"] += len(steps)
+            worker.num_refused += len(steps)
+            self.journal.note_worker(worker)
+            self._start_anew(context)  # what the mistake may have spoiled
             return
         self.last_group_id += 1
         context.num_learned += len(steps)
@@ -116,13 +119,6 @@ class Learner:
         self.journal.note_reports(worker, steps, self.last_group_id)
         self._note(outcome.decisions, outcome.drift_events)
         self._take_probe(worker)
-
-    def _give_up(self, worker: Worker, num_reports: int) -> None:
-        """Count reports that taught nothing, and start anew what the mistake may have spoiled."""
-        self.totals.refused["estimator"] += num_reports
-        worker.num_refused += num_reports
-        self.journal.note_worker(worker)
-        self._start_anew(worker.context)
 
     def _start_anew(self, context: Context) -> None:
         try:

@@ -97,7 +97,7 @@ def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: P
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
     table = table_from_file(measured / "p.json", Limits(3, 2))
     assert isinstance(table, ArmTable)
-    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json")).batches}
+    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json"))}
     assert {size: table.arms[size].speculation_length for size in best} == best
 
 
@@ -236,13 +236,13 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
 
 def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
     analysis = analyse(document(1.0))
-    one, _, eight = analysis.batches
+    one, _, eight = analysis
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
     assert one.ms_per_token == pytest.approx({0: 10.0, 1: 11.5 / 1.7, 2: 13 / 2.2, 3: 14.5 / 2.6})
     assert (one.best_length, one.gain) == (3, pytest.approx(10 / (14.5 / 2.6)))
     # Batch 8: 10, 15 / 1.7, 20 / 2.2, 25 / 2.6.
     assert eight.best_length == 1
-    for batch in analysis.batches:
+    for batch in analysis:
         assert batch.estimator_excess is not None
         assert batch.estimator_excess < 0.1
     assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)

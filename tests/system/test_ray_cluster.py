@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from speclen.cli.support.client import Client
+from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.store_rows import rows
@@ -43,7 +44,7 @@ def test_a_fleet_serves_at_one_address_learns_and_leaves_nothing(tmp_path):
         while "speclen generate" not in (line := first.stdout.readline()):
             assert line or first.poll() is None, first.communicate()[1]
         token = tmp_path / "ray.token"
-        with Client(token_file=token).channel(address) as channel:
+        with Client(ClientSecurity(token_file=token)).channel(address) as channel:
             request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=64))
             *_, last = rpc.GenerationServiceStub(channel).Generate(request, timeout=60)
         key = {"Authorization": f"Bearer {token.read_text().strip()}"}

@@ -107,9 +107,6 @@ class Profiler:
             return list(self.settings.batch_sizes)
         return sorted({size for size in self.settings.batch_sizes if size <= limit} | {limit})
 
-    def _limit_batch_size(self, largest: int) -> None:
-        self.samples.largest_batch_size = max(1, largest)
-
     # The loop.
 
     def run(self) -> ProfileSamples:
@@ -185,7 +182,7 @@ class Profiler:
             if batch_size and self._elapsed() >= self.settings.budget_s:
                 return False
             if self._failed or (load.num_waiting and step is not None and StepFlag.PREFILL not in step.flags):
-                self._limit_batch_size(batch_size // 2 if self._failed else load.num_running)
+                self.samples.largest_batch_size = max(1, batch_size // 2 if self._failed else load.num_running)
                 self._failed = False
                 return False
 

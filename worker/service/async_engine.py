@@ -181,15 +181,12 @@ class AsyncEngine:
             await run.ended.wait()
         finally:
             try:
-                await self._until_let_go(request_id)
+                # Until the engine has ended the request, its id and its place are taken.
+                while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
+                    await asyncio.sleep(LOOK_S)
             finally:
                 run.leave()
                 del self._runs[request_id]
-
-    async def _until_let_go(self, request_id: str) -> None:
-        """Wait until the engine has ended the request: until then its id and its place are taken."""
-        while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
-            await asyncio.sleep(LOOK_S)
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
         while stream.waiting or not all(run.ended.is_set() for run in runs.values()):

@@ -66,12 +66,6 @@ OpenFront = Callable[
 ]
 
 
-@contextlib.asynccontextmanager
-async def no_front(*_: object) -> AsyncIterator[str]:
-    """gRPC alone."""
-    yield ""
-
-
 async def create_server(
     address: str, servicer: GenerationServicer, security: ServerSecurity
 ) -> tuple[aio.Server, int, health.aio.HealthServicer]:
@@ -88,7 +82,11 @@ async def create_server(
     return server, security.add_port(server, address), health_servicer
 
 
-async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront = no_front) -> None:
+async def serve(
+    config: WorkerConfig,
+    progress: Callable[[str], None],
+    open_front: OpenFront = lambda *_: contextlib.nullcontext(""),
+) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running requests finish.
 
     Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot

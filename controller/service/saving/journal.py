@@ -27,6 +27,7 @@ from speclen.store.database import Store
 from speclen.store.records import (
     Commit,
     ContextLimitsRow,
+    ContextRow,
     DecisionRow,
     DriftEventRow,
     ProfileRow,
@@ -115,7 +116,9 @@ class Journal:
         if not worker.waiting:
             worker.noted_at = worker.last_seen_at
             unsaved = self._of(worker.context)
-            unsaved.workers[worker.worker_id] = rows.worker_row(worker)
+            unsaved.workers[worker.worker_id] = rows.filled(
+                WorkerRow, worker, worker.seqs, worker.limits, worker.context
+            )
             unsaved.marks[worker.worker_id] = worker, worker.epoch, worker.seqs.settled_seq
 
     def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
@@ -138,7 +141,8 @@ class Journal:
 
     def note_limits(self, context: Context, after_group_id: int) -> None:
         """The context was made or widened."""
-        self._of(context).limits.append(rows.limits_row(context, after_group_id, self.clock()))
+        row = ContextLimitsRow(context.context_id, *context.limits, after_group_id, self.clock())
+        self._of(context).limits.append(row)
 
     def note_decision(self, context: Context, decision: Decision, after_group_id: int) -> None:
         """Keep a decision of workers that are alike: the tables are kept for these. An isolated worker is an event."""
@@ -147,7 +151,8 @@ class Journal:
             unsaved.decisions.append(rows.decision_row(context, decision, after_group_id, self.clock()))
 
     def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
-        self._of(context).drift_events.append(rows.drift_row(context, event, after_group_id, self.clock()))
+        more = {"after_group_id": after_group_id, "detected_at": self.clock()}
+        self._of(context).drift_events.append(rows.filled(DriftEventRow, event, context, **more))
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
@@ -212,7 +217,15 @@ class Journal:
     def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
         now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
         return Commit(
-            contexts=[rows.context_row(each, estimator.table(each.key).version, now) for each in contexts],
+            contexts=[
+                rows.filled(
+                    ContextRow,
+                    *(each, each.key, each.limits),
+                    decision_version=estimator.table(each.key).version,
+                    updated_at=now,
+                )
+                for each in contexts
+            ],
             workers=list(changes.workers.values()),
             reports=changes.reports,
             acceptance=rows.acceptance_rows(estimator, pair, now),
