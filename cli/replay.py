@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
@@ -19,20 +18,6 @@ from speclen.controller.analysis.replay import replay as replay_events
 from speclen.records import Arm
 from speclen.store.queries import contexts, decisions
 from speclen.store.records import ContextRow, DecisionRow
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Stored against replayed decisions."""
-
-    num_stored: int
-    num_replayed: int
-    num_equal: int
-
-    @property
-    def exact(self) -> bool:
-        """Every decision came out the same, to the last bit of its estimates."""
-        return self.num_stored == self.num_replayed == self.num_equal
 
 
 def replay(
@@ -60,27 +45,30 @@ def replay(
         raise UserError(str(error)) from error
     agreement = compare(result, stored, known)
     if as_json:
-        document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
-        document |= {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
-        print(json.dumps(document))
+        facts = {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
+        print(json.dumps(agreement | {"num_reports": result.num_reports} | facts))
     else:
         show(result, agreement, missing_groups(history))
 
 
-def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
-    """Compare stored with replayed decisions; those for isolated workers are not stored."""
+def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> dict[str, int]:
+    """Compare stored with replayed decisions; those for isolated workers are not stored.
+
+    exact: every decision came out the same, to the last bit of its estimates.
+    """
     ids = {row.key: row.context_id for row in known}
     again = {
-        (each.after_group_id, ids[of.context], of.batch_min, of.version, str(of.arm), of.ms_per_token)
-        for each in result.decisions
-        if not (of := each.decision).isolated
+        (after_group_id, ids[of.context], of.batch_min, of.version, str(of.arm), of.ms_per_token)
+        for after_group_id, of in result.decisions
+        if not of.isolated
     }
     before = {
         (row.after_group_id, row.context_id, row.batch_min, row.decision_version)
         + (str(Arm(row.speculation_length, row.ngram)), row.ms_per_token)
         for row in stored
     }
-    return Agreement(len(before), len(again), len(again & before))
+    numbers = {"num_stored": len(before), "num_replayed": len(again), "num_equal": len(again & before)}
+    return numbers | {"exact": again == before}
 
 
 def missing_groups(history: Sequence[Event]) -> int:
@@ -93,12 +81,12 @@ def changes_of(result: Replay) -> dict[str, int]:
     return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
 
 
-def show(result: Replay, agreement: Agreement, num_missing: int) -> None:
+def show(result: Replay, agreement: dict[str, int], num_missing: int) -> None:
     """Agreement in words. num_missing: groups before the first one."""
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
-        f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."
+        f"{result.num_reports} reports in {result.num_groups} groups: {agreement['num_equal']} of {agreement['num_stored']} "
+        f"stored decisions came out the same{', to the last bit' if agreement['exact'] else ''}."
     )
     if num_missing:
         console.print(

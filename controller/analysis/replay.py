@@ -41,19 +41,12 @@ class GroupObserved(NamedTuple):
 Event = ContextAdded | ProfileImported | GroupObserved
 
 
-class ReplayedDecision(NamedTuple):
-    """A decision, and the last group that was learned from before it (0: none)."""
-
-    after_group_id: int
-    decision: Decision
-
-
 @dataclass(slots=True)
 class Replay:
-    """The estimator after the events, and everything that it decided."""
+    """The estimator after the events. decisions: each with the last group that was learned from before it (0: none)."""
 
     estimator: Estimator
-    decisions: list[ReplayedDecision] = field(default_factory=list)
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
     drift_events: list[DriftEvent] = field(default_factory=list)
     num_groups: int = 0
     num_reports: int = 0
@@ -76,5 +69,5 @@ def replay(events: Iterable[Event], policy: str = ADAPTIVE) -> Replay:
                 result.num_groups += 1
                 result.num_reports += len(event.steps)
                 last_group_id = event.group_id
-        result.decisions += [ReplayedDecision(last_group_id, decision) for decision in decisions]
+        result.decisions += [(last_group_id, decision) for decision in decisions]
     return result
