@@ -93,7 +93,9 @@ class SeqWindow:
 def read_ranges(text: str, applied_seq: int) -> list[list[int]]:
     """Ranges of missing numbers, ascending and below applied_seq. Raises ValueError for anything else."""
     ranges = json.loads(text)
-    if not isinstance(ranges, list) or not all(isinstance(each, list) and len(each) == 2 for each in ranges):
+    if not isinstance(ranges, list) or not all(
+        isinstance(each, list) and [type(seq) for seq in each] == [int, int] for each in ranges
+    ):
         raise ValueError(f"{text!r} are not ranges of numbers")
     flat = [0, *(seq + side for bounds in ranges for side, seq in enumerate(bounds)), applied_seq + 1]
     if any(later <= earlier for earlier, later in pairwise(flat)):
