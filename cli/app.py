@@ -8,6 +8,7 @@ then the section [client], come after those of one verb.
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import tomllib
@@ -20,7 +21,6 @@ import typer
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
-from speclen.cli.support.output import printing
 
 VERBS: Verbs = {
     "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
@@ -38,11 +38,7 @@ VERBS: Verbs = {
         "explain",
         "Show the estimates behind the arm of a batch size.",
     ),
-    "replay": (
-        "speclen.cli.replay",
-        "replay",
-        "Repeat decisions from stored reports; what other policies would have cost.",
-    ),
+    "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
     "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.backup", "restore", "Make a backup the database again."),
@@ -143,8 +139,7 @@ def names_of(command: Any) -> set[str]:
 
 def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, Any]:
     """The values under the names that click knows the command's parameters by; sub-commands are sub-sections."""
-    parameters = {p.name: p for p in command.params if p.name}
-    names = {name.replace("_", "-"): name for name in parameters}
+    names = {p.name.replace("_", "-"): p.name for p in command.params if p.name}
     subcommands = getattr(command, "commands", {})
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -154,27 +149,9 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
         name = names.get(key.replace("_", "-"))
         if name is None:
             raise UserError(f"{where} has no setting {key!r}{suggestion(key, [*names, *subcommands])}")
-        if wanted := not_of_its_type(value, parameters[name]):
-            raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
-        checked[name] = value
+        # As words, which are read as those of a flag are: of a number 3.9 would become 3.
+        checked[name] = [*map(str, value)] if isinstance(value, list) else str(value)
     return checked
-
-
-def not_of_its_type(value: Any, parameter: Any) -> str:
-    """The kind that a value of a TOML file must have, "" if it has. click would cut 3.9 to 3, and take true for 1.
-
-    A string is taken for whatever it says, as in a variable.
-    """
-    if isinstance(value, str):
-        return ""
-    if getattr(parameter, "multiple", False) or parameter.nargs != 1:
-        return "" if isinstance(value, list) else "a list"
-    taken, wanted = {
-        "bool": ((bool,), "true or false"),
-        "int": ((int,), "a whole number"),
-        "float": ((int, float), "a number"),
-    }.get(getattr(parameter.type_descriptor.annotation, "__name__", "str"), ((int, float), "a string"))
-    return "" if type(value) in taken else wanted
 
 
 def suggestion(word: str, known: Any) -> str:
@@ -208,17 +185,29 @@ def root(
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal lacks
     # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
-        with printing():
+        try:
             typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
+        finally:
+            if sys.stdout is not None:  # closed by whoever started us
+                sys.stdout.flush()
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output has enough
-        sys.exit(1)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits there would fail again at the end
+        if isinstance(error, BrokenPipeError):  # whoever read the output has enough
+            sys.exit(1)
+        words = f"cannot write to standard output: {error.strerror}; send it to where there is room"
+        print(wrapped(f"speclen: {words}"), file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

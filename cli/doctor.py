@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.support.database import DB_OPTION, examining
+from speclen.cli.support.database import DB_OPTION, told
 from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
-from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, in_one_line, sqlite3
+from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, checking, in_one_line, sqlite3
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
 
@@ -72,7 +72,7 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
     # Before SQLite has the file open: looking at the writer's lock closes the file, which lets go of SQLite's own.
     first, findings = [*library(), *writer(db)], list[Finding]()
     try:
-        with examining(db) as connection:
+        with told(db, lambda: checking(db)) as connection:
             findings += first
             for check in checks:
                 findings += check(db, connection)

@@ -63,10 +63,10 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
             f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the lengths there are the best without",
         ]
     try:
-        written = WRITERS[table_format](merged(best_lengths(rows)))
+        text, limits = WRITERS[table_format](merged(best_lengths(rows)))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return written.text, notes + written.notes
+    return text, notes + limits
 
 
 def best_lengths(rows: list[Row]) -> list[Range]:

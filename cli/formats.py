@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 VLLM_KEY = "num_speculative_tokens_per_batch_size"
 
@@ -21,12 +21,7 @@ class Range:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A table in a format. notes: what the format cannot hold, one sentence each."""
-
-    text: str
-    notes: list[str] = field(default_factory=list)
+Written = tuple[str, list[str]]  # a table in a format, and what the format cannot hold, one sentence each
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
@@ -51,7 +46,7 @@ def to_vllm(ranges: Sequence[Range]) -> Written:
     most = max(each.length for each in ranges)
     notes = [] if most else ["vLLM wants num_speculative_tokens of at least 1, so that is written though none is used"]
     table = [[each.low, each.high, each.length] for each in ranges]
-    return Written(json.dumps({"num_speculative_tokens": max(1, most), VLLM_KEY: table}), notes)
+    return json.dumps({"num_speculative_tokens": max(1, most), VLLM_KEY: table}), notes
 
 
 def to_tensorrt_llm(ranges: Sequence[Range]) -> Written:
@@ -69,7 +64,7 @@ def to_tensorrt_llm(ranges: Sequence[Range]) -> Written:
     cut = merged(Range(each.low, each.high, min(each.length, most)) for each in ranges)
     notes.append(f"above batch size {cut[-1].high} TensorRT-LLM does not speculate")
     schedule = {str(each.high): each.length for each in cut}
-    return Written(json.dumps({"max_draft_len": most, "draft_len_schedule": schedule}), notes)
+    return json.dumps({"max_draft_len": most, "draft_len_schedule": schedule}), notes
 
 
 def to_sglang(ranges: Sequence[Range]) -> Written:
@@ -80,7 +75,7 @@ def to_sglang(ranges: Sequence[Range]) -> Written:
     cut = merged(Range(each.low, each.high, max(1, each.length)) for each in ranges)
     table = {str(each.low): {"candidate_steps": [each.length]} for each in cut}
     notes.append("start SGLang with --speculative-adaptive, --speculative-eagle-topk 1 and one of these as num_steps")
-    return Written(json.dumps(table), notes)
+    return json.dumps(table), notes
 
 
 def to_llama_cpp(ranges: Sequence[Range]) -> Written:
@@ -89,7 +84,7 @@ def to_llama_cpp(ranges: Sequence[Range]) -> Written:
     notes = (
         [] if len(lengths) == 1 else ["llama.cpp has one length for all batch sizes: this is the one for batch size 1"]
     )
-    return Written(f"--spec-draft-n-max {ranges[0].length}", notes)
+    return f"--spec-draft-n-max {ranges[0].length}", notes
 
 
 WRITERS: dict[str, Callable[[Sequence[Range]], Written]] = {

@@ -6,7 +6,6 @@ import json
 import sys
 from typing import Any
 
-import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
@@ -59,25 +58,19 @@ def generate(
     sampling = pb.SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, n=n, max_tokens=max_tokens, stop=map(utf8, stop)
     )
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")  # what is no UTF-8, `utf8` refuses
     request = pb.GenerateRequest(
-        text=utf8(standard_input() if prompt == "-" else prompt),
+        text=utf8(prompt),
         sampling_params=sampling,
         stream=not as_json and n == 1,
         speculation=parse_speculation(speculation),
     )
     client, worker = client_from(reaching), reaching["worker"]
-    with client.channel(worker) as channel:
-        try:
-            completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
-        except grpc.RpcError as error:
-            raise UserError(client.explain(error, "worker", worker)) from error
+    with client.calling("worker", worker) as channel:
+        completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
     if as_json:
         print(json.dumps(completions, indent=2))
-
-
-def standard_input() -> str:
-    """All of it. Bytes that are no UTF-8 are kept as what they are, and refused by `utf8`."""
-    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
 
 
 def utf8(text: str) -> str:

@@ -1,59 +1,37 @@
-"""`speclen replay`: from stored reports, the same decisions again, and what other policies would have cost."""
+"""`speclen replay`: from stored reports, the same decisions again."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from speclen.cli.learned.history import MAX_REPORTS, events
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
-from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, PolicyCost, Replay, cost_of
+from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, Replay
 from speclen.controller.analysis.replay import replay as replay_events
-from speclen.controller.estimator import Estimator
 from speclen.records import Arm
 from speclen.store.queries import contexts, decisions
 from speclen.store.records import ContextRow, DecisionRow
-
-COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Stored against replayed decisions."""
-
-    num_stored: int
-    num_replayed: int
-    num_equal: int
-
-    @property
-    def exact(self) -> bool:
-        """Every decision came out the same, to the last bit of its estimates."""
-        return self.num_stored == self.num_replayed == self.num_equal
 
 
 def replay(
     db: Path = DB_OPTION,
     policy: str = typer.Option(ADAPTIVE, help="Policy of the controller that wrote the database."),
-    policies: str = typer.Option(COMPARED, help="Policies to estimate the cost of, separated by commas; '' for none."),
     newest: int = typer.Option(
         MAX_REPORTS, min=1, metavar="N", help="Reports to replay at most, the newest; each takes about 2 kB of memory."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Repeat what the controller decided from the stored reports, and estimate what other policies would have cost.
+    """Repeat what the controller decided from the stored reports, and compare it with the stored decisions.
 
-    Example: speclen replay --db .speclen/speclen.db --policies profile,fixed:3,none
+    Example: speclen replay --db .speclen/speclen.db
     """
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    check_policies(policy, *names)
     with reading(db) as connection:
         connection.execute("BEGIN")  # all of one moment, though the controller goes on
         known = contexts(connection)
@@ -61,41 +39,36 @@ def replay(
         stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
-    result = replay_events(history, policy)
+    try:
+        result = replay_events(history, policy)
+    except ValueError as error:  # no such policy
+        raise UserError(str(error)) from error
     agreement = compare(result, stored, known)
-    costs = cost_of(history, result, names)
     if as_json:
-        document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
-        document |= {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
-        document["costs"] = [asdict(cost) | {"ratio": cost.ratio} for cost in costs]
-        print(json.dumps(document))
+        facts = {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}
+        print(json.dumps(agreement | {"num_reports": result.num_reports} | facts))
     else:
-        show(result, agreement, costs, missing_groups(history))
+        show(result, agreement, missing_groups(history))
 
 
-def check_policies(*names: str) -> None:
-    """Raises UserError for a policy that a controller does not know."""
-    for name in names:
-        try:
-            Estimator(name)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> dict[str, int]:
+    """Compare stored with replayed decisions; those for isolated workers are not stored.
 
-
-def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
-    """Compare stored with replayed decisions; those for isolated workers are not stored."""
+    exact: every decision came out the same, to the last bit of its estimates.
+    """
     ids = {row.key: row.context_id for row in known}
     again = {
-        (each.after_group_id, ids[of.context], of.batch_min, of.version, str(of.arm), of.ms_per_token)
-        for each in result.decisions
-        if not (of := each.decision).isolated
+        (after_group_id, ids[of.context], of.batch_min, of.version, str(of.arm), of.ms_per_token)
+        for after_group_id, of in result.decisions
+        if not of.isolated
     }
     before = {
         (row.after_group_id, row.context_id, row.batch_min, row.decision_version)
         + (str(Arm(row.speculation_length, row.ngram)), row.ms_per_token)
         for row in stored
     }
-    return Agreement(len(before), len(again), len(again & before))
+    numbers = {"num_stored": len(before), "num_replayed": len(again), "num_equal": len(again & before)}
+    return numbers | {"exact": again == before}
 
 
 def missing_groups(history: Sequence[Event]) -> int:
@@ -108,12 +81,12 @@ def changes_of(result: Replay) -> dict[str, int]:
     return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
 
 
-def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
-    """Agreement in words, costs as a table. num_missing: groups before the first one."""
+def show(result: Replay, agreement: dict[str, int], num_missing: int) -> None:
+    """Agreement in words. num_missing: groups before the first one."""
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
-        f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."
+        f"{result.num_reports} reports in {result.num_groups} groups: {agreement['num_equal']} of {agreement['num_stored']} "
+        f"stored decisions came out the same{', to the last bit' if agreement['exact'] else ''}."
     )
     if num_missing:
         console.print(
@@ -121,20 +94,4 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         )
     changes = ", ".join(f"{number} of {factor}" for factor, number in changes_of(result).items()) or "none"
     console.print(f"Changes detected: {changes}.")
-    if costs:
-        show_costs(console, result, costs)
-
-
-def show_costs(console: Console, result: Replay, costs: list[PolicyCost]) -> None:
-    """Estimated time of each policy for the steps that could be compared."""
-    console.print(
-        f"Time for the tokens of {costs[0].num_steps} usable samples, by the estimates at the end "
-        f"(they took {costs[0].actual_s:.1f} s):"
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("policy", "seconds", "of the actual"):
-        table.add_column(heading, justify="right")
-    for cost in costs:
-        table.add_row(cost.policy, f"{cost.ratio * cost.actual_s:.1f}", f"{100 * cost.ratio:.1f}%")
-    console.print(table)
     console.print(f"Contexts: {', '.join(map(str, result.estimator.contexts))}.")

@@ -16,7 +16,7 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
 from speclen.worker.profiling.file import table_from_file
-from speclen.worker.reporting.partition import controllers
+from speclen.worker.reporting.card import controllers
 
 
 @flags_from(WorkerConfig)

@@ -22,7 +22,6 @@ class ControllerConfig:
         "", "Address where health alone answers, without TLS or token: for probes; empty for none."
     )
     policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
-    in_memory: bool = setting(False, "No database: all is forgotten at the end.")
     # What a crash costs a worker in reports that it sends again.
     commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)
     keep_reports: int = setting(5_000_000, "Raw reports kept at most.", least=1)

@@ -28,7 +28,7 @@ import typer
 from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.cli.profile.analysis import Analysis, BatchAnalysis, analyse, analysis_json
+from speclen.cli.profile.analysis import BatchAnalysis, analyse, analysis_json
 from speclen.cli.profile.document import ProfileDocument, write_document
 from speclen.cli.profile.measuring import measure
 from speclen.cli.profile.show import show
@@ -91,12 +91,12 @@ def figure(number: int, width: float, **options: Any) -> tuple[Figure, Any]:
     return picture, picture.subplots(1, number, **options)
 
 
-def plot_comparison(analyses: dict[str, Analysis], path: Path) -> None:
+def plot_comparison(analyses: dict[str, list[BatchAnalysis]], path: Path) -> None:
     """Time per token by length, as a share of length 0's, one panel per batch size and one line per profile."""
     picture, panels = figure(len(COMPARED_SIZES), 13, sharey=True)
     for panel, size in zip(panels, COMPARED_SIZES, strict=True):
         for title, analysis in analyses.items():
-            (batch,) = (batch for batch in analysis.batches if batch.batch_size == size)
+            (batch,) = (batch for batch in analysis if batch.batch_size == size)
             times = {length: ms / batch.ms_per_token[0] for length, ms in sorted(batch.ms_per_token.items())}
             (line,) = panel.plot(list(times), list(times.values()), label=title)
             panel.plot(batch.best_length, times[batch.best_length], "*", color=line.get_color(), markersize=12)
@@ -106,15 +106,15 @@ def plot_comparison(analyses: dict[str, Analysis], path: Path) -> None:
     picture.savefig(path, metadata={"Date": None})
 
 
-def plot_lengths(analyses: dict[str, Analysis], path: Path) -> None:
+def plot_lengths(analyses: dict[str, list[BatchAnalysis]], path: Path) -> None:
     """Left the best length by batch size, with the lengths that are as good; right the gain over length 0."""
     picture, (lengths, gains) = figure(2, 11)
     for title, analysis in analyses.items():
-        sizes = [batch.batch_size for batch in analysis.batches]
-        good = [as_good(batch) for batch in analysis.batches]
-        (line,) = lengths.plot(sizes, [batch.best_length for batch in analysis.batches], "o-", label=f"here, {title}")
+        sizes = [batch.batch_size for batch in analysis]
+        good = [as_good(batch) for batch in analysis]
+        (line,) = lengths.plot(sizes, [batch.best_length for batch in analysis], "o-", label=f"here, {title}")
         lengths.fill_between(sizes, [*map(min, good)], [*map(max, good)], color=line.get_color(), alpha=0.15)
-        gains.plot(sizes, [batch.gain for batch in analysis.batches], "o-", label=f"here, {title}")
+        gains.plot(sizes, [batch.gain for batch in analysis], "o-", label=f"here, {title}")
     lengths.plot(list(PAPER_LENGTHS), list(PAPER_LENGTHS.values()), "ks--", label="paper")
     gains.plot(list(PAPER_GAINS), list(PAPER_GAINS.values()), "ks", label="paper")
     lengths.set(ylabel="best length (shaded: within 3% of it)", ylim=(-0.3, None))

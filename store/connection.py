@@ -16,19 +16,7 @@ try:
 except ImportError:  # other systems than Linux: the SQLite that Python was built with
     import sqlite3
 
-__all__ = [
-    "APPLICATION_ID",
-    "DATABASE_BEGINS",
-    "Connection",
-    "CorruptStoreError",
-    "FileErrors",
-    "StoreError",
-    "checking",
-    "connect_reader",
-    "connect_writer",
-    "in_one_line",
-    "sqlite3",
-]
+__all__ = ["sqlite3"]  # imported here for all
 
 # "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
 # column, table or view needs another one.
@@ -40,7 +28,10 @@ OLDEST_SAFE_SQLITE = (3, 51, 3)
 MOST_SAID = 200  # characters of an error that are repeated
 
 # What to do about a damaged file: about a database, and about a copy of one.
-BEGIN_ANEW = "restore a backup over it, or let the controller start anew with --move-corrupt-aside."
+BEGIN_ANEW = (
+    "restore a backup over it, or let the controller start anew with --move-corrupt-aside "
+    "(SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE=1 in the environment)."
+)
 ANOTHER_COPY = "take another copy."
 
 # sqlite3.Connection of whichever module was found above.

@@ -6,6 +6,7 @@ estimates and high-water marks are of one transaction, and that is on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -25,8 +26,7 @@ from speclen.store.connection import (
     refusal,
     sqlite3,
 )
-from speclen.store.failpoints import Failpoints
-from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
+from speclen.store.files import Presence, WriterLock, damage_path, move_aside, size_of
 from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
@@ -64,7 +64,6 @@ class Store:
         self.config = config
         self._connection = connection
         self._lock_file = lock
-        self._failpoints = Failpoints()
         self._changed = threading.Condition()
         self._waiting: Waiting = []
         self._in_flight: Waiting = []
@@ -186,7 +185,6 @@ class Store:
             outcome = self._store([commit for commit, _ in waiting])
             for place, (_, on_done) in enumerate(waiting):
                 _tell(on_done, outcome.failed.get(place))
-            self._failpoints.reach("after_done")
             self._give_back_space()
 
     def _end(self, error: Exception) -> None:
@@ -223,7 +221,6 @@ class Store:
                 delay = min(2 * delay, self.config.longest_retry_s)
             else:
                 self._succeeded(outcome, time.perf_counter() - started)
-                self._failpoints.reach("before_done")
                 return outcome
 
     def _commit(self, commits: Sequence[Commit]) -> Outcome:
@@ -231,7 +228,7 @@ class Store:
         self._presence.check(self._commit_number)
         number = self._commit_number + 1
         now = min(self._epoch + time.monotonic(), time.time())
-        outcome = write(self._connection, commits, self.config.retention, self._failpoints, number, now)
+        outcome = write(self._connection, commits, self.config.retention, number, now)
         self._commit_number = number
         self._presence.check(number)
         self._lock_file.note(number)
@@ -241,7 +238,8 @@ class Store:
         """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
         if is_corruption(error):
             self._presence.check(self._commit_number)
-            note_damage(self.path)
+            with contextlib.suppress(OSError):  # the damage itself is what is told
+                damage_path(self.path).touch()
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
     def _wait_to_retry(self, error: Exception, delay: float) -> bool:
@@ -268,8 +266,7 @@ class Store:
 
     def _give_back_space(self) -> None:
         try:
-            if give_back_space(self._connection):
-                self._failpoints.reach("after_vacuum")
+            give_back_space(self._connection)
         except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
             self._refuse_damage(error)
             with self._changed:

@@ -20,11 +20,6 @@ def damage_path(database: Path) -> Path:
     return database.with_name(database.name + "-damaged")
 
 
-def note_damage(database: Path) -> None:
-    with contextlib.suppress(OSError):  # the damage itself is what is told
-        damage_path(database).touch()
-
-
 class WriterLock:
     """Held by the one process that may write; the kernel releases it when the process dies.
 

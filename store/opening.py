@@ -24,8 +24,9 @@ def open_checked(path: Path, checked_bytes: int) -> Connection:
     """A connection for writing to a checked file, made if it is new. Raises StoreError."""
     connection = connect_writer(path)
     try:
-        if is_new(connection):
-            create_tables(connection)
+        if is_new(connection):  # In one transaction: a start that is cut off leaves an empty file.
+            schema = Path(__file__).with_name("schema.sql").read_text("utf-8")
+            connection.executescript(f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {schema}; COMMIT")
         _check_content(path, connection, checked_bytes)
         queries.load_state(connection)
     except FileErrors as error:
@@ -35,12 +36,6 @@ def open_checked(path: Path, checked_bytes: int) -> Connection:
         connection.close()
         raise
     return connection
-
-
-def create_tables(connection: Connection) -> None:
-    """Make an empty file a database, in one transaction: a start that is cut off leaves an empty file."""
-    schema = Path(__file__).with_name("schema.sql").read_text("utf-8")
-    connection.executescript(f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {schema}; COMMIT")
 
 
 def note_missing(connection: Connection, num_commits: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from speclen.records import Profile, ProfileCell
 from speclen.store.connection import Connection
 from speclen.store.records import (
     AcceptanceRow,
@@ -15,13 +15,13 @@ from speclen.store.records import (
     ContextLimitsRow,
     ContextRow,
     DecisionRow,
-    ProfileCellRow,
     ProfileRow,
     ReportRow,
     StateRow,
     StoredState,
     WorkerRow,
 )
+from speclen.store.statements import PROFILES
 
 Row = TypeVar("Row", bound=NamedTuple)
 
@@ -31,11 +31,15 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
+    states = "learned_states ORDER BY updated_at"
+    # Pairs of models commit apart, so the highest group need not be the last row's, but it is near; retention never deletes
+    # the newest report. Looking at all of them would take a second per 10 million.
+    newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
     return StoredState(
         contexts=contexts(connection),
         workers=workers(connection),
-        states={(row.target, row.draft): row.state for row in states(connection)},
-        last_group_id=_last_group_id(connection),
+        states={(row.target, row.draft): row.state for row in _rows(connection, StateRow, states)},
+        last_group_id=connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0],
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
 
@@ -48,15 +52,6 @@ def _rows(connection: Connection, row_class: type[Row], source: str, *values: An
         for place in booleans:
             content[place] = None if content[place] is None else bool(content[place])
         yield row_class(*content)
-
-
-def _last_group_id(connection: Connection) -> int:
-    """The highest group stored. Pairs of models commit apart, so it need not be the last row's, but it is near.
-
-    Retention never deletes the newest report. Looking at all of them would take a second per 10 million.
-    """
-    newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
-    return connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0]
 
 
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:
@@ -77,11 +72,6 @@ def context_limits(connection: Connection) -> tuple[ContextLimitsRow, ...]:
 def workers(connection: Connection) -> tuple[WorkerRow, ...]:
     """Every worker, in order of worker_key."""
     return tuple(_rows(connection, WorkerRow, "workers ORDER BY worker_key"))
-
-
-def states(connection: Connection) -> tuple[StateRow, ...]:
-    """The estimator's state of every pair, the newest last."""
-    return tuple(_rows(connection, StateRow, "learned_states ORDER BY updated_at"))
 
 
 def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRow]:
@@ -114,34 +104,18 @@ def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredProfile:
-    """A profile and its context."""
-
-    context: ContextRow
-    profile: ProfileRow
-
-
-def stored_profiles(connection: Connection) -> list[StoredProfile]:
+def stored_profiles(connection: Connection) -> list[ProfileRow]:
     """Every profile of the database, in order of profile_id."""
-    known = {context.context_id: context for context in contexts(connection)}
-    cells = _cells(connection)
-    columns = ProfileRow._fields[:-1]
-    found = []
-    for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
-        values = dict(zip(columns, row, strict=True))
-        for name in ("survival", "num_survival_rows"):
-            values[name] = tuple(json.loads(values[name]))
-        profile = ProfileRow(**values, cells=tuple(cells[values["profile_id"]]))
-        found.append(StoredProfile(known[profile.context_id], profile))
-    return found
-
-
-def _cells(connection: Connection) -> dict[int, list[ProfileCellRow]]:
-    """Cells by profile_id, ordered by batch size and length."""
-    columns = ", ".join(ProfileCellRow._fields)
+    cells: dict[int, list[ProfileCell]] = defaultdict(list)
+    columns = ", ".join(ProfileCell._fields)
     order = "profile_id, batch_size, speculation_length"
-    cells: dict[int, list[ProfileCellRow]] = defaultdict(list)
     for profile_id, *values in connection.execute(f"SELECT profile_id, {columns} FROM profile_cells ORDER BY {order}"):
-        cells[profile_id].append(ProfileCellRow(*values))
-    return cells
+        cells[profile_id].append(ProfileCell(*values))
+    found = []
+    for profile_id, context_id, source, survival, num_rows, after_group_id, imported_at in connection.execute(
+        f"SELECT {', '.join(PROFILES.columns)} FROM profiles ORDER BY profile_id"
+    ):
+        lists = tuple(json.loads(survival)), tuple(json.loads(num_rows))
+        profile = Profile(tuple(cells[profile_id]), *lists, source)
+        found.append(ProfileRow(profile_id, context_id, profile, after_group_id, imported_at))
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speclen.records import ContextKey, Limits
+from speclen.records import ContextKey, Limits, Profile
 
 
 class ContextRow(NamedTuple):
@@ -197,31 +197,17 @@ class StoreEventRow(NamedTuple):
     content: bytes | None = None
 
 
-class ProfileCellRow(NamedTuple):
-    """One measured cell of an offline profile. step_s: mean wall time of a whole step."""
-
-    batch_size: int
-    speculation_length: int
-    step_s: float
-    step_s_stderr: float
-    num_steps: int
-    mean_context_length: float
-
-
 class ProfileRow(NamedTuple):
-    """An offline profile as it was imported. survival, num_survival_rows: by draft position, survival non-increasing.
+    """An offline profile as it was imported.
 
     after_group_id: last group of reports that was learned from before it seeded the context.
     """
 
     profile_id: int
     context_id: int
-    source: str
-    survival: tuple[float, ...]
-    num_survival_rows: tuple[int, ...]
+    profile: Profile
     after_group_id: int
     imported_at: float
-    cells: tuple[ProfileCellRow, ...] = ()
 
 
 @dataclass(slots=True)

@@ -31,13 +31,6 @@ class Retention:
         """Size of the file beyond which the oldest reports go, whatever their number."""
         return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
 
-    def __post_init__(self) -> None:
-        if self.max_report_rows < 1 or self.max_event_rows < 1:
-            raise ValueError("retention needs at least one row of each kind: give a positive number of rows.")
-        for days in (self.max_days, self.max_prediction_days):
-            if not days > 0:
-                raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
-
 
 # For programs that open a database in place of its controller, whose retention they do not know.
 KEEP_REPORTS = Retention(max_report_rows=2**62, max_days=math.inf)
@@ -96,11 +89,9 @@ def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_d
     )
 
 
-def give_back_space(connection: Connection) -> bool:
-    """Return some free pages to the disk if a good part of the file is free; True if it did."""
+def give_back_space(connection: Connection) -> None:
+    """Return some free pages to the disk if a good part of the file is free."""
     num_free = connection.execute("PRAGMA freelist_count").fetchone()[0]
     num_pages = connection.execute("PRAGMA page_count").fetchone()[0]
-    if num_free < VACUUM_ABOVE_PAGES or num_free < VACUUM_ABOVE_SHARE * num_pages:
-        return False
-    connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
-    return True
+    if num_free >= max(VACUUM_ABOVE_PAGES, VACUUM_ABOVE_SHARE * num_pages):
+        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

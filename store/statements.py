@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from speclen.records import ProfileCell
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.records import (
     AcceptanceRow,
@@ -20,8 +21,6 @@ from speclen.store.records import (
     ContextRow,
     DecisionRow,
     DriftEventRow,
-    ProfileCellRow,
-    ProfileRow,
     ReportRow,
     StateRow,
     StoreEventRow,
@@ -83,8 +82,11 @@ class Insert:
         return refusals
 
 
-PROFILES = Insert("profiles", ProfileRow._fields[:-1])
-PROFILE_CELLS = Insert("profile_cells", ("profile_id", *ProfileCellRow._fields))
+PROFILES = Insert(
+    "profiles",
+    ("profile_id", "context_id", "source", "survival", "num_survival_rows", "after_group_id", "imported_at"),
+)
+PROFILE_CELLS = Insert("profile_cells", ("profile_id", *ProfileCell._fields))
 REPORTS = Insert("step_reports", ReportRow._fields)
 
 # By the field of a commit: rows of which the newest of each key counts.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from speclen.store import statements
 from speclen.store.connection import Connection, sqlite3
-from speclen.store.failpoints import Failpoints
 from speclen.store.prediction_windows import add_predictions
 from speclen.store.records import Commit, ProfileRow, StoreEventRow
 from speclen.store.retention import Retention, enforce_retention
@@ -27,42 +26,31 @@ class Outcome:
     num_refused: int = 0
 
 
-def write(
-    connection: Connection,
-    commits: Sequence[Commit],
-    retention: Retention,
-    failpoints: Failpoints,
-    number: int,
-    now: float,
-) -> Outcome:
+def write(connection: Connection, commits: Sequence[Commit], retention: Retention, number: int, now: float) -> Outcome:
     """Store commits in one transaction, `number` of the file. now: seconds since 1970, for retention.
 
     Each is written whole or not at all, and fails alone. Raises errors of SQLite (disk full, damaged file, ...) after
     rolling everything back.
     """
-    failpoints.reach("before_begin")
     connection.execute("BEGIN IMMEDIATE")
     try:
-        outcome = _write_all(connection, commits, failpoints)
+        outcome = _write_all(connection, commits)
         enforce_retention(connection, retention, sum(len(commit.reports) for commit in commits), now)
-        failpoints.reach("after_retention")
         connection.execute(f"PRAGMA user_version = {number}")
-        failpoints.reach("before_commit")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:  # SQLite rolls back by itself after some errors
             connection.execute("ROLLBACK")
         raise
-    failpoints.reach("after_commit")
     return outcome
 
 
-def _write_all(connection: Connection, commits: Sequence[Commit], failpoints: Failpoints) -> Outcome:
+def _write_all(connection: Connection, commits: Sequence[Commit]) -> Outcome:
     outcome, events = Outcome(), []
     for place, commit in enumerate(commits):
         connection.execute("SAVEPOINT one_commit")
         try:
-            refusals = _write_rows(connection, commit, failpoints)
+            refusals = _write_rows(connection, commit)
         except sqlite3.Error:
             raise
         except Exception as error:  # a row that cannot be written, or one that is no row
@@ -76,24 +64,19 @@ def _write_all(connection: Connection, commits: Sequence[Commit], failpoints: Fa
     return outcome
 
 
-def _write_rows(connection: Connection, commit: Commit, failpoints: Failpoints) -> list[str]:
+def _write_rows(connection: Connection, commit: Commit) -> list[str]:
     """Raises RefusedError for a context, a worker's mark or a state that the database does not take."""
-    failpoints.reach("after_begin")
     _insert_all(connection, commit, "contexts", "workers")
-    failpoints.reach("after_workers")
     refusals = _insert_profiles(connection, commit.profiles)
     bad_reports = statements.REPORTS.run(connection, commit.reports)
-    failpoints.reach("after_reports")
     if not bad_reports:  # whose sums would be bad as well
         add_predictions(connection, commit.reports)  # before the new estimates replace those that made the prediction
-    failpoints.reach("after_predictions")
     for context_id in commit.replaced_contexts:
         connection.execute("DELETE FROM arm_estimates WHERE context_id = ?", (context_id,))
     refusals += bad_reports + _insert_newest(connection, commit, "arm_estimates", "acceptance")
     _insert_all(connection, commit, "states")
     for name, insert in statements.EVENTS.items():
         refusals += insert.run(connection, getattr(commit, name))
-    failpoints.reach("after_estimates")
     return refusals
 
 
@@ -113,11 +96,12 @@ def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[
 
 def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[str]:
     refusals = []
-    for profile in profiles:
-        texts = {name: json.dumps(getattr(profile, name)) for name in ("survival", "num_survival_rows")}
-        values = profile._asdict() | texts
-        refusals += statements.PROFILES.run(connection, [[values[name] for name in statements.PROFILES.columns]])
-        refusals += statements.PROFILE_CELLS.run(connection, [(profile.profile_id, *cell) for cell in profile.cells])
+    for row in profiles:
+        profile = row.profile
+        texts = profile.source, json.dumps(profile.survival), json.dumps(profile.num_survival_rows)
+        values = row.profile_id, row.context_id, *texts, row.after_group_id, row.imported_at
+        refusals += statements.PROFILES.run(connection, [values])
+        refusals += statements.PROFILE_CELLS.run(connection, [(row.profile_id, *cell) for cell in profile.cells])
     return refusals
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -119,8 +120,8 @@ class Supervisor:
             except Exception as error:
                 reason = describe(error)
             except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # this part is to end, and not only something that it waited for
                 reason = "it was cancelled from within"
             if self._stopped:
                 return
@@ -178,12 +179,6 @@ def end_process(place: str) -> None:
     os._exit(1)
 
 
-def is_cancelled() -> bool:
-    """True if somebody wants the running task to end; False where only something that it waits for was cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def until_one_fails(*works: Coroutine[Any, Any, None]) -> None:
     """Run all together until one fails or all have returned. Raises what it raised, PartFailedError if it was cancelled.
 
@@ -221,3 +216,17 @@ def describe(error: BaseException) -> str:
         place = f" ({trace.tb_frame.f_code.co_filename.rpartition('/')[2]}:{trace.tb_lineno})"
         trace = trace.tb_next
     return f"{type(error).__name__}: {error}{place}"
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT; a second signal ends the process at once."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if event.is_set():
+            os._exit(130)
+        event.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return event

@@ -45,12 +45,12 @@ class ControllerProcess:
 
 
 @contextmanager
-def controller_process(storage: bool) -> Iterator[ControllerProcess]:
+def controller_process() -> Iterator[ControllerProcess]:
     """Start a controller and give it the first core alone; this process keeps the others, if there are any."""
     cores = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "speclen.cli.app", "controller", "--listen", "127.0.0.1:0"]
     with tempfile.TemporaryDirectory(prefix="speclen-bench-") as folder:
-        command += ["--max-streams", "16384", *(["--db", f"{folder}/bench.db"] if storage else ["--in-memory"])]
+        command += ["--max-streams", "16384", "--db", f"{folder}/bench.db"]
         os.sched_setaffinity(0, cores[:1])  # which the controller inherits
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         os.sched_setaffinity(0, cores[1:] or cores)
@@ -75,14 +75,13 @@ def controller(
     repeats: int = typer.Option(3, min=1, help="Repeats, interleaved."),
     as_json: bool = JSON,
 ) -> None:
-    """Measure the most reports a second, then round trips of single reports, with and without the database.
+    """Measure the most reports a second, then round trips of single reports.
 
     Example: speclen bench controller --workers 64
     """
     setups = {
-        f"{what}, {where}": partial(measured, where == "stored", workers, group, steps_per_s, seconds)
+        what: partial(measured, workers, group, steps_per_s, seconds)
         for what, group, steps_per_s in (("most", LARGE_GROUP, math.inf), ("single", 1, STEPS_PER_S))
-        for where in ("stored", "in memory")
     }
     show(setups, repeats, as_json)
 
@@ -99,12 +98,12 @@ def fleet(
     Example: speclen bench fleet --workers 1000
     """
     sizes = sorted({max(workers // 100, 1), max(workers // 10, 1), workers})
-    show({f"{size} workers": partial(measured, True, size, GROUP, STEPS_PER_S, seconds) for size in sizes}, 1, as_json)
+    show({f"{size} workers": partial(measured, size, GROUP, STEPS_PER_S, seconds) for size in sizes}, 1, as_json)
 
 
-def measured(storage: bool, workers: int, group: int, steps_per_s: float, seconds: float) -> Load:
+def measured(workers: int, group: int, steps_per_s: float, seconds: float) -> Load:
     """Load of a fresh controller."""
-    with controller_process(storage) as process:
+    with controller_process() as process:
         return asyncio.run(load_of(process.address, process.cpu_s, workers, group, steps_per_s, WARM_UP_S, seconds))
 
 

@@ -17,7 +17,6 @@ from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
-from speclen.records import ArmEstimate
 from speclen.store.queries import acceptance, contexts, view_rows
 
 
@@ -61,7 +60,10 @@ def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
         "arm": str(explanation.chosen.arm),
         "runner_up": explanation.runner_up and str(explanation.runner_up.arm),
         "survival": explanation.survival,
-        "rows": [values_of(row) | {"is_equal": str(row.arm) in equal} for row in explanation.rows],
+        "rows": [
+            row._asdict() | row.arm._asdict() | {"arm": str(row.arm), "is_equal": str(row.arm) in equal}
+            for row in explanation.rows
+        ],
         "last_change": change
         and {
             "previous_arm": change.previous_arm and str(change.previous_arm),
@@ -71,11 +73,6 @@ def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
         },
         "words": in_words(explanation),
     }
-
-
-def values_of(row: ArmEstimate) -> dict[str, Any]:
-    length, ngram = row.arm
-    return row._asdict() | {"arm": str(row.arm), "speculation_length": length, "ngram": ngram}
 
 
 def show(explanation: Explanation, equal: set[str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import attrgetter
 
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
-from speclen.controller.wire.stored import groups_of, profile_of
+from speclen.controller.wire.stored import record_of
 from speclen.records import Arm, ArmEstimate, ContextKey, Limits
 from speclen.store.connection import Connection
 from speclen.store.queries import (
@@ -91,10 +93,12 @@ def _events(connection: Connection, max_reports: int) -> Iterator[Event]:
     beside = deque(_beside(connection, keys))
     reports = deque(stored_reports(connection), maxlen=max_reports)
     # Pairs of models commit apart: groups of one may be stored after later ones of another.
-    for group in groups_of(sorted(reports, key=lambda report: report.group_id)):
-        while beside and beside[0][0] < group.group_id:
+    for group_id, members in groupby(sorted(reports, key=attrgetter("group_id")), attrgetter("group_id")):
+        group = list(members)
+        while beside and beside[0][0] < group_id:
             yield beside.popleft()[2]
-        yield GroupObserved(group.group_id, keys[group.context_id], names[group.worker_key], group.steps)
+        whose = keys[group[0].context_id], names[group[0].worker_key]
+        yield GroupObserved(group_id, *whose, tuple(map(record_of, group)))
     for *_, event in beside:
         yield event
 
@@ -106,7 +110,6 @@ def _beside(connection: Connection, keys: dict[int, ContextKey]) -> list[tuple[i
         limits = Limits(row.max_batch_size, row.max_speculation_length, row.ngram)
         found.append((row.after_group_id, row.added_at, ContextAdded(keys[row.context_id], limits)))
     for stored in stored_profiles(connection):
-        profile = stored.profile
-        event = ProfileImported(keys[profile.context_id], profile_of(profile))
-        found.append((profile.after_group_id, profile.imported_at, event))
+        event = ProfileImported(keys[stored.context_id], stored.profile)
+        found.append((stored.after_group_id, stored.imported_at, event))
     return sorted(found, key=lambda each: each[:2])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 from calendar import timegm
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -23,25 +23,8 @@ Row = dict[str, Any]
 NOTHING = (
     "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
 )
-WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
-ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
+ARM_WIDTH = 25
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
-
-
-class Range(NamedTuple):
-    """One row of the view choices, or the part of it that a worker knows. None: unknown, or there is none."""
-
-    batch_bucket: str
-    arm: str
-    equal_arms: str | None = None
-    ms_per_token: float | None = None
-    ms_per_token_low: float | None = None
-    ms_per_token_high: float | None = None
-    speedup: float | None = None
-    num_steps: int | None = None
-    last_step_at: str | None = None
-    shorter_ms_per_token: float | None = None
-    longer_ms_per_token: float | None = None
 
 
 def rows_of(db: Path, view: str, context: str) -> list[Row]:
@@ -61,13 +44,8 @@ def learned_parts(db: Path, context: str) -> list[RenderableType]:
     rows = rows_of(db, "choices", context)
     titles = titles_of({row["context"] for row in rows}, width)
     for name, group in groupby(rows, key=lambda row: row["context"]):
-        found += [Text(titles[name], style="bold"), table_of(ranges_from(group), width)]
+        found += [Text(titles[name], style="bold"), table_of(list(group), width)]
     return found or [Text(NOTHING)]
-
-
-def ranges_from(rows: Iterable[Row]) -> list[Range]:
-    """Rows of the view choices."""
-    return [Range(*(row[field] for field in Range._fields)) for row in rows]
 
 
 def titles_of(contexts: Collection[str], width: int) -> dict[str, str]:
@@ -80,9 +58,12 @@ def table_without_lines(width: int) -> Table:
     return Table(box=None, padding=(0, 2 if width > 90 else 1, 0, 0))
 
 
-def table_of(ranges: Sequence[Range], width: int) -> Table:
-    """The table of one context for a terminal of that many columns. Columns that would be empty are left out."""
-    cells = [cells_of(each, width) for each in ranges]
+def table_of(rows: Sequence[Row], width: int) -> Table:
+    """The table of one context for a terminal of that many columns. Columns that would be empty are left out.
+
+    rows: of the view choices, or the part of them that a worker knows.
+    """
+    cells = [cells_of(row) for row in rows]
     table = table_without_lines(width)
     used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
     for heading in used:
@@ -92,42 +73,32 @@ def table_of(ranges: Sequence[Range], width: int) -> Table:
     return table
 
 
-def cells_of(each: Range, width: int) -> dict[str, str]:
-    """The cells of a range by heading."""
-    known, interval = each.ms_per_token, ""
-    if each.ms_per_token_low is not None and each.ms_per_token_high is not None:
-        interval = f"{short(each.ms_per_token_low)} to {short(each.ms_per_token_high)}"
-    cells = {
-        "batch": each.batch_bucket,
-        "arm": arm_and_equals(each, WIDE_ARM_WIDTH if width >= WIDE else ARM_WIDTH),
+def cells_of(row: Row) -> dict[str, str]:
+    """The cells of a range by heading; "" for what is unknown."""
+    known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
+    speedup, num_steps = row.get("speedup"), row.get("num_steps")
+    return {
+        "batch": row["batch_bucket"],
+        "arm": arm_and_equals(row["arm"], row.get("equal_arms")),
         "ms/token": "" if known is None else short(known),
-        "95% interval": interval,
-        "vs plain": "" if each.speedup is None else f"{each.speedup:.2f}x",
-        "steps": "" if each.num_steps is None else count(each.num_steps),
-        "age": age_of(each.last_step_at),
+        "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
+        "vs plain": "" if speedup is None else f"{speedup:.2f}x",
+        "steps": "" if num_steps is None else count(num_steps),
+        "age": age_of(row.get("last_step_at")),
     }
-    if width >= WIDE and known is not None:
-        cells["1 shorter"] = beside(each.shorter_ms_per_token, known)
-        cells["1 longer"] = beside(each.longer_ms_per_token, known)
-    return cells
 
 
-def arm_and_equals(each: Range, width: int) -> str:
-    """The arm, then as many of its equals as fit into the width, then the number of the others.
+def arm_and_equals(arm: str, equal_arms: str | None) -> str:
+    """The arm, then as many of its equals as fit, then the number of the others.
 
     Equals of the arm's kind are given by their length: `draft 3 = 4`.
     """
-    text, others = each.arm, each.equal_arms.split(" = ") if each.equal_arms else []
-    kind = each.arm.rstrip("0123456789")
+    text, others = arm, equal_arms.split(" = ") if equal_arms else []
+    kind = arm.rstrip("0123456789")
     names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
-    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= width:
+    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= ARM_WIDTH:
         text = f"{text} = {names.pop(0)}"
     return f"{text} (+{len(names)})" if names else text
-
-
-def beside(ms: float | None, known: float) -> str:
-    """Milliseconds per token of a neighbour, and by how much they differ from those of the arm in use."""
-    return "" if ms is None else f"{short(ms)} ({100 * (ms / known - 1):+.0f}%)"
 
 
 def short(ms: float) -> str:

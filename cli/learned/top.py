@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.table import Range, table_of
+from speclen.cli.learned.table import Row, table_of
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from
@@ -57,17 +57,11 @@ def top(
 
 def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
     """Print each worker's answer, null for one without; stderr says why. Raises UserError if none answers."""
-    answers: dict[str, pb.GetServerInfoResponse | None] = {}
-    reasons = []
-    for address, channel in channels.items():
-        try:
-            answers[address] = server_info(channel)
-        except grpc.RpcError as error:
-            answers[address] = None
-            reasons.append(client.explain(error, "worker", address))
+    answers = {address: ask(address, channel, client)[1] for address, channel in channels.items()}
+    reasons = [answer for answer in answers.values() if isinstance(answer, str)]
     if len(reasons) == len(channels):
         raise UserError("; ".join(reasons))
-    print(json.dumps({address: as_dict(info) for address, info in answers.items()}, indent=2))
+    print(json.dumps({address: as_dict(answer) for address, answer in answers.items()}, indent=2))
     for reason in reasons:
         print(wrapped(f"speclen: {reason}"), file=sys.stderr)
 
@@ -86,26 +80,21 @@ def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
     """A worker's answer with the time of the question; why, in words, when it does not answer."""
     answer: pb.GetServerInfoResponse | str
     try:
-        answer = server_info(channel)
+        answer = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
     except grpc.RpcError as error:
         answer = client.explain(error, "worker", address)
     return time.monotonic(), answer
 
 
-def server_info(channel: grpc.Channel) -> pb.GetServerInfoResponse:
-    """The worker's GetServerInfo. Raises grpc.RpcError."""
-    return rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
-
-
-def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
-    if info is None:
+def as_dict(info: pb.GetServerInfoResponse | str) -> dict[str, Any] | None:
+    if isinstance(info, str):
         return None
     return MessageToDict(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
     """A row for every worker; below it the reasons of those that do not answer, and the tables of the others."""
-    reasons, learned = list[RenderableType](), dict[tuple[Range, ...], list[str]]()
+    reasons, learned = list[RenderableType](), dict[str, tuple[list[Row], list[str]]]()
     table = Table(box=None, padding=(0, 1, 0, 0))  # eight columns have to fit into 80
     table.add_column("worker", no_wrap=True)
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
@@ -119,13 +108,13 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Rendera
         before_at, before = previous[address]
         rates = rate_cells(info, before, asked_at - before_at)
         table.add_row(address, *state_cells(info), *rates, info.table_source)
-        learned.setdefault(tuple(map(range_of, info.table.choices)), []).append(address)
-    return Group(table, *reasons, *(part for entry in learned.items() for part in table_parts(*entry)))
-
-
-def table_parts(ranges: tuple[Range, ...], addresses: list[str]) -> list[RenderableType]:
-    """A table and the workers that have it."""
-    return [Text(f"\n{', '.join(addresses)}", style="bold"), table_of(ranges, 80)] if ranges else []
+        ranges = [range_of(choice) for choice in info.table.choices]
+        learned.setdefault(str(ranges), (ranges, []))[1].append(address)
+    parts = [table, *reasons]
+    for ranges, addresses in learned.values():
+        if ranges:
+            parts += [Text(f"\n{', '.join(addresses)}", style="bold"), table_of(ranges, 80)]
+    return Group(*parts)
 
 
 def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
@@ -151,9 +140,9 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
     ]
 
 
-def range_of(choice: control_pb2.BucketChoice) -> Range:
-    """The part of a range that a worker knows."""
+def range_of(choice: control_pb2.BucketChoice) -> Row:
+    """The part of a row of the view choices that a worker knows."""
     low, high = choice.batch_min, choice.batch_max
     known = choice.ms_per_token if choice.HasField("ms_per_token") else None
-    arm = Arm(choice.speculation_length, choice.ngram)
-    return Range(str(low) if low == high else f"{low}-{high}", str(arm), ms_per_token=known)
+    arm = str(Arm(choice.speculation_length, choice.ngram))
+    return {"batch_bucket": str(low) if low == high else f"{low}-{high}", "arm": arm, "ms_per_token": known}

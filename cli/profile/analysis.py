@@ -30,13 +30,6 @@ class BatchAnalysis:
         return self.ms_per_token[0] / self.ms_per_token[self.best_length] if 0 in self.ms_per_token else None
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """All batch sizes, ascending."""
-
-    batches: tuple[BatchAnalysis, ...]
-
-
 def expected_tokens(profile: Profile, length: int) -> float:
     """Tokens per row and step at a length, bonus included. Raises IndexError past the profiled survival."""
     if length > len(profile.survival):
@@ -48,23 +41,17 @@ def ms_per_token(profile: Profile, cell: ProfileCell) -> float:
     return 1e3 * cell.step_s / expected_tokens(profile, cell.speculation_length)
 
 
-def analyse(document: ProfileDocument) -> Analysis:
-    """Compare what was measured with what the estimator makes of it."""
-    chosen = estimator_lengths(document)
-    return Analysis(tuple(_analyse_batch(document.profile, size, chosen[size]) for size in sorted(chosen)))
-
-
-def _analyse_batch(profile: Profile, batch_size: int, estimator: int) -> BatchAnalysis:
-    cells = [cell for cell in profile.cells if cell.batch_size == batch_size]
-    times = {cell.speculation_length: ms_per_token(profile, cell) for cell in cells}
-    best = min(times, key=lambda length: times[length])
-    return BatchAnalysis(
-        batch_size=batch_size,
-        ms_per_token=times,
-        best_length=best,
-        estimator_length=estimator,
-        estimator_excess=times[estimator] / times[best] - 1 if estimator in times else None,
-    )
+def analyse(document: ProfileDocument) -> list[BatchAnalysis]:
+    """All batch sizes, ascending: what was measured, and what the estimator makes of it."""
+    profile, chosen = document.profile, estimator_lengths(document)
+    found = []
+    for size in sorted(chosen):
+        cells = [cell for cell in profile.cells if cell.batch_size == size]
+        times = {cell.speculation_length: ms_per_token(profile, cell) for cell in cells}
+        best, length = min(times, key=lambda length: times[length]), chosen[size]
+        excess = times[length] / times[best] - 1 if length in times else None
+        found.append(BatchAnalysis(size, times, best, length, excess))
+    return found
 
 
 def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
@@ -79,7 +66,7 @@ def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
     return {size: table.arm_for(size).speculation_length for size in sizes}
 
 
-def analysis_json(document: ProfileDocument, analysis: Analysis) -> dict[str, Any]:
+def analysis_json(document: ProfileDocument, batches: list[BatchAnalysis]) -> dict[str, Any]:
     """The profile with everything that `speclen profile show` says about it."""
-    best = [asdict(batch) | {"gain_over_length_0": batch.gain} for batch in analysis.batches]
+    best = [asdict(batch) | {"gain_over_length_0": batch.gain} for batch in batches]
     return document.to_json() | {"best": best}

@@ -12,8 +12,8 @@ from speclen.cli.support.database import reading
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.files import write_whole
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
-from speclen.records import ContextKey, Profile, ProfileCell
-from speclen.store.queries import StoredProfile, stored_profiles
+from speclen.records import ContextKey, Profile
+from speclen.store.queries import contexts, stored_profiles
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.stats import ProfileSamples
 
@@ -69,17 +69,6 @@ def from_samples(context: ContextKey, samples: ProfileSamples, source: str, deta
     )
 
 
-def from_store(stored: StoredProfile) -> ProfileDocument:
-    """A profile of a database; how it was measured is not kept there."""
-    row = stored.profile
-    cells = tuple(ProfileCell(**cell._asdict()) for cell in row.cells)
-    return ProfileDocument(
-        context=stored.context.key,
-        profile=Profile(cells, row.survival, row.num_survival_rows, row.source),
-        measured_at=datetime.fromtimestamp(row.imported_at, UTC).isoformat(timespec="seconds"),
-    )
-
-
 def read_document(path: Path) -> ProfileDocument:
     """The profile in a JSON file, every number checked. Raises UserError naming the file and what is wrong."""
     try:
@@ -128,10 +117,13 @@ def find_profile(profile: str, db: Path) -> ProfileDocument:
     if profile != "latest" and not profile.isdecimal():
         return read_document(Path(profile))
     with reading(db) as connection:
-        profiles = {stored.profile.profile_id: stored for stored in stored_profiles(connection)}
+        profiles = {row.profile_id: row for row in stored_profiles(connection)}
+        keys = {row.context_id: row.key for row in contexts(connection)}
     if not profiles:
         raise UserError(f"{db} holds no profile: make one with `speclen profile run`")
     wanted = max(profiles) if profile == "latest" else int(profile)
     if wanted not in profiles:
         raise UserError(f"{db} holds no profile {wanted}; there are {', '.join(map(str, profiles))}")
-    return from_store(profiles[wanted])
+    row = profiles[wanted]
+    imported_at = datetime.fromtimestamp(row.imported_at, UTC).isoformat(timespec="seconds")
+    return ProfileDocument(keys[row.context_id], row.profile, imported_at)  # how it was measured is not kept there

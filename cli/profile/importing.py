@@ -57,22 +57,14 @@ def find_destination(db: Path, controller: str, client: Client) -> Destination:
         if not is_locked(db):
             return Destination(db, "", client)
         controller, named = ControllerConfig().listen, True
-    found = owner(controller, client)
+    with client.calling("controller", controller) as channel:
+        found = identity(channel, "controller", timeout_s=5.0)
     if named and not owns(found, db):
         raise UserError(
-            f"the controller at {controller} keeps {found.database or 'no database'}, not {db}: give --controller the "
+            f"the controller at {controller} keeps {found.database}, not {db}: give --controller the "
             "address of the one that does" + ("" if is_locked(db) else ", or drop --controller, since none runs on it")
         )
     return Destination(Path(found.database), controller, client)
-
-
-def owner(controller: str, client: Client) -> pb.ServerIdentity:
-    """The identity of the controller at an address. Raises UserError where none answers."""
-    try:
-        with client.channel(controller, "--controller") as channel:
-            return identity(channel, "controller", timeout_s=5.0)
-    except grpc.RpcError as error:
-        raise UserError(client.explain(error, "controller", controller)) from error
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
@@ -97,11 +89,8 @@ async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
 
 def send(request: pb.ImportProfileRequest, address: str, client: Client) -> int:
     """Import through a running controller. Raises UserError when it does not answer or refuses."""
-    try:
-        with client.channel(address, "--controller") as channel:
-            return rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S).profile_id
-    except grpc.RpcError as error:
-        raise UserError(client.explain(error, "controller", address)) from error
+    with client.calling("controller", address) as channel:
+        return rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S).profile_id
 
 
 def check_same_context(path: Path, here: ContextKey) -> None:

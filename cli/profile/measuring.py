@@ -38,23 +38,16 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
     """Measure until the time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
     context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
     try:
-        with (
-            LiveLine() as line,
-            Profiler(
+        with LiveLine() as line:
+            samples = Profiler(
                 pair,
                 settings,
                 prompts,
                 lambda elapsed_s: line.show("profiling", f": {settings.budget_s - elapsed_s:.0f} s left"),
-            ) as profiler,
-        ):
-            samples = profiler.run()
+            ).run()
     except KeyboardInterrupt:
         say("interrupted: no profile was made")
         raise typer.Exit(130) from None
-    except MemoryError as error:
-        raise UserError(
-            f"not even one sequence fits in memory ({error}): take a smaller model, or free some"
-        ) from error
     if not samples.steps:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
     say_what_is_missing(settings, samples, len(samples.steps))

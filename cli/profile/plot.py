@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speclen.cli.profile.analysis import Analysis
+from speclen.cli.profile.analysis import BatchAnalysis
 from speclen.cli.profile.document import ProfileDocument
 from speclen.cli.support.errors import UserError
 
 
-def plot(document: ProfileDocument, analysis: Analysis, out: Path) -> None:
+def plot(document: ProfileDocument, analysis: list[BatchAnalysis], out: Path) -> None:
     """Draw a file in the format of its suffix.
 
     Raises UserError when matplotlib is missing, the suffix is unknown or the file cannot be written.
@@ -23,9 +23,9 @@ def plot(document: ProfileDocument, analysis: Analysis, out: Path) -> None:
         raise UserError("plots need matplotlib: pip install 'speclen[plot]'") from error
     figure, context = Figure(figsize=(8, 5), layout="constrained"), document.context
     axes = figure.subplots()
-    for index, batch in enumerate(analysis.batches):
+    for index, batch in enumerate(analysis):
         lengths, best = sorted(batch.ms_per_token), batch.best_length
-        colour = colormaps["viridis"](0.9 * index / len(analysis.batches))
+        colour = colormaps["viridis"](0.9 * index / len(analysis))
         times = [batch.ms_per_token[length] for length in lengths]
         axes.plot(lengths, times, "o-", color=colour, markersize=3, label=f"batch {batch.batch_size}")
         axes.plot(best, batch.ms_per_token[best], "*", color="crimson", markersize=13, zorder=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import typer
 
 from speclen.cli.profile.analysis import analyse, analysis_json
 from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
-from speclen.cli.profile.importing import Destination, check_same_context, find_destination
+from speclen.cli.profile.importing import check_same_context, find_destination
 from speclen.cli.profile.plot import plot as draw
 from speclen.cli.profile.show import show as show_tables
 from speclen.cli.support.client import SECURITY, ClientConfig, client_from
@@ -44,11 +43,7 @@ PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in 
 JSON = typer.Option(False, "--json", help="Print as JSON.")
 MODELS = ("target", "draft", "device", "dtype")  # of `load`
 
-STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
-QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
-FULL_BUDGET_S = 150.0
-SOURCE, QUICK_SOURCE = "speclen profile run", "speclen profile run --quick"
-BUDGET_HELP = f"Seconds of measuring; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
+QUICK_S, FULL_S = 15.0, 150.0  # of measuring
 
 
 @app.command()
@@ -57,10 +52,14 @@ BUDGET_HELP = f"Seconds of measuring; 0: {FULL_BUDGET_S:g}, or with --quick what
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
-    quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
-    budget_s: float = typer.Option(0.0, min=0, help=BUDGET_HELP),
+    quick: bool = typer.Option(False, "--quick", help="A coarse grid."),
+    budget_s: float = typer.Option(
+        0.0, min=0, help=f"Seconds of measuring; 0: {FULL_S:g}, or {QUICK_S:g} with --quick."
+    ),
     temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
-    prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
+    prompts: Path | None = typer.Option(
+        None, help="File of prompts, one JSON string a line; default: held-out files of Python's library."
+    ),
     threads: int = THREADS,
     db: Path = DB,
     controller: str = CONTROLLER,
@@ -81,9 +80,10 @@ def run(
     pair = load(threads, settings)
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
     plan = replace(plan, temperature=temperature, backend=settings["backend"])
-    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, db.parent / "profiles", out)
+    document = measured(pair, plan, prompts, f"speclen profile run{' --quick' * quick}", db.parent / "profiles", out)
     if destination is not None:
-        hand_over(document, destination)
+        profile_id = destination.take(document.to_request(document.context))
+        say(f"profile {profile_id} in {destination}")
     present(document, as_json)
 
 
@@ -104,19 +104,13 @@ def measured(
     return made
 
 
-def hand_over(document: ProfileDocument, destination: Destination) -> None:
-    profile_id = destination.take(document.to_request(document.context))
-    say(f"profile {profile_id} in {destination}")
-
-
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
     """Settings and time of the measurement."""
     from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
 
     if quick:
-        left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
-        return quick_settings(sizes[-1], lengths[-1], budget_s or left)
-    return ProfileSettings(sizes, lengths, budget_s or FULL_BUDGET_S)
+        return quick_settings(sizes[-1], lengths[-1], budget_s or QUICK_S)
+    return ProfileSettings(sizes, lengths, budget_s or FULL_S)
 
 
 @app.command()

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_tokens
+from speclen.cli.profile.analysis import BatchAnalysis, expected_tokens
 from speclen.cli.profile.document import ProfileDocument
 
 
-def show(document: ProfileDocument, analysis: Analysis) -> None:
+def show(document: ProfileDocument, analysis: list[BatchAnalysis]) -> None:
     """Time per token with the best marked, the estimator's choice, and survival."""
     out, context = Console(highlight=False, markup=False), document.context
     out.print(f"{context.target} with {context.draft}, {context.dtype} on {context.device}", style="bold")
@@ -20,18 +20,16 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     out.print(survival_line(document))
 
 
-def time_table(analysis: Analysis) -> Table:
+def time_table(analysis: list[BatchAnalysis]) -> Table:
     """One row per length, one column per batch size."""
     table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-    for heading in ("length", *(str(batch.batch_size) for batch in analysis.batches)):
+    for heading in ("length", *(str(batch.batch_size) for batch in analysis)):
         table.add_column(heading, justify="right", no_wrap=True)
-    for length in sorted({length for batch in analysis.batches for length in batch.ms_per_token}):
-        table.add_row(str(length), *(time_cell(batch, length) for batch in analysis.batches))
-    gains = ("" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis.batches)
+    for length in sorted({length for batch in analysis for length in batch.ms_per_token}):
+        table.add_row(str(length), *(time_cell(batch, length) for batch in analysis))
+    gains = ("" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis)
     table.add_row("gain over 0", *gains)
-    table.add_row(
-        "our estimator", *(choice(batch.estimator_length, batch.estimator_excess) for batch in analysis.batches)
-    )
+    table.add_row("our estimator", *(choice(batch.estimator_length, batch.estimator_excess) for batch in analysis))
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +53,8 @@ class ClientConfig:
 class Client:
     """Channels to our servers, with TLS and token as configured. Raises UserError for files that cannot be used."""
 
-    def __init__(
-        self,
-        ca: Path | None = None,
-        cert: Path | None = None,
-        key: Path | None = None,
-        token_file: Path | None = None,
-        prefix: str = "--",
-    ) -> None:
-        self.security = ClientSecurity(ca, cert, key, token_file, prefix)
+    def __init__(self, security: ClientSecurity | None = None) -> None:
+        self.security = security or ClientSecurity()
         try:
             self._credentials, metadata = self.security.credentials(), self.security.metadata()
         except ValueError as error:
@@ -79,6 +73,15 @@ class Client:
         else:
             channel = grpc.secure_channel(address, self._credentials, options)
         return grpc.intercept_channel(channel, *self._interceptors)
+
+    @contextlib.contextmanager
+    def calling(self, kind: str, address: str) -> Iterator[grpc.Channel]:
+        """A channel to the worker or controller (`kind`) at an address; a call that fails is a UserError."""
+        with self.channel(address, f"--{kind}") as channel:
+            try:
+                yield channel
+            except grpc.RpcError as error:
+                raise UserError(self.explain(error, kind, address)) from error
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
         """One sentence for a call to the worker or controller (`kind`) at an address that failed."""
@@ -112,7 +115,7 @@ class Client:
 
 def client_from(settings: dict[str, Any]) -> Client:
     """The client of a verb's settings; other settings are left alone."""
-    return Client(*(settings[name] for name in SECURITY))
+    return Client(ClientSecurity(*(settings[name] for name in SECURITY)))
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:

@@ -10,7 +10,7 @@ import typer
 
 from speclen.cli.support.errors import UserError
 from speclen.store.backup import copy
-from speclen.store.connection import Connection, FileErrors, StoreError, checking, connect_reader, refusal
+from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal
 
 DATABASE = Path(".speclen") / "speclen.db"
 DB_OPTION = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
@@ -19,11 +19,6 @@ DB_OPTION = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a c
 def reading(path: Path) -> AbstractContextManager[Connection]:
     """A read-only connection. Raises UserError if the file is missing, not speclen's, or damaged."""
     return told(path, lambda: closing(connect_reader(path)))
-
-
-def examining(path: Path) -> AbstractContextManager[Connection]:
-    """The same on which SQLite checks all that it can, and which leaves nothing beside the file that was not there."""
-    return told(path, lambda: checking(path))
 
 
 @contextmanager

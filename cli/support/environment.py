@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from speclen.cli.support.errors import UserError
 
-OTHERS = ("SPECLEN_CONFIG", "SPECLEN_CONTROLLER", "SPECLEN_FAILPOINT", "SPECLEN_TEST_DEVICE")  # no settings of a verb
+OTHERS = ("SPECLEN_CONFIG", "SPECLEN_CONTROLLER", "SPECLEN_TEST_DEVICE")  # no settings of a verb
 
 # What Kubernetes puts into every pod for a service whose name begins with speclen: SPECLEN_SERVICE_HOST,
 # SPECLEN_WORKER_PORT_7080_TCP_ADDR, SPECLEN_PORT and so on.
@@ -32,16 +32,12 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
         if prefix is not None:
             known = {setting.replace("-", "_").upper() for setting in settings(prefixes[prefix])}
             if name.removeprefix(prefix) not in known:
-                raise UserError(f"the environment variable {name} is not a setting{nearest(name, prefix, known)}")
+                close = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=CLOSE)
+                some = f"it may be one of {prefix}{{{', '.join(sorted(known)[:8])}, …}}"
+                way_out = f"; did you mean {prefix}{close[0]}?" if close else f": {some}"
+                raise UserError(f"the environment variable {name} is not a setting{way_out}")
         elif name not in OTHERS and (meant := nearest_name(name, prefixes)):
             raise UserError(f"the environment variable {name} is not a setting; did you mean {meant}?")
-
-
-def nearest(name: str, prefix: str, known: set[str]) -> str:
-    """The setting that was meant, or a place to look. known: names that may follow the prefix."""
-    if close := difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=CLOSE):
-        return f"; did you mean {prefix}{close[0]}?"
-    return f": it may be one of {prefix}{{{', '.join(sorted(known)[:8])}, …}}"
 
 
 def nearest_name(name: str, prefixes: Iterable[str]) -> str:

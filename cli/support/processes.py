@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -91,12 +90,12 @@ class Child:
     def last_words(self) -> str:
         """Why it has ended: the signal that killed it, or what it said last."""
         code = self.exit_code
-        return self.last_line() if code is None or code >= 0 else f"killed by {signal_name(-code)}"
+        return self.last_line() if code is None or code >= 0 else f"ended by a signal: {signal.strsignal(-code)}"
 
     def last_line(self) -> str:
         """The last line that this life has logged, which names the cause when a process has ended by itself."""
         lines = self._logged().strip().splitlines()
-        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+        return lines[-1].removeprefix("speclen: ") if lines else "it printed nothing"
 
     def _logged(self) -> str:
         """All that this life has logged; nothing where somebody has cleared up."""
@@ -106,14 +105,6 @@ class Child:
                 return log.read().decode("utf-8", errors="replace")
         except FileNotFoundError:
             return ""
-
-    def with_variables(self, sentence: str) -> str:
-        """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
-        return re.sub(
-            r"--move-corrupt-aside\b",
-            f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment",
-            sentence,
-        )
 
     def new_remarks(self) -> list[str]:
         """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start.
@@ -216,13 +207,6 @@ class Child:
             self.num_restarts += 1
             return f"{self.name} was started again"
         return None
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
 
 
 def stop_all(children: Sequence[Child], timeout_s: float) -> None:

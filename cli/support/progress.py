@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
 
-WIDTH = 79  # of lines that no terminal wraps
+from speclen.cli.support.errors import say
 
 
 class LiveLine:
@@ -32,5 +30,4 @@ class LiveLine:
             self.status.start()
         elif text != self.text:
             self.text = text
-            folded = textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-            print(folded, file=sys.stderr, flush=True)
+            say(text)

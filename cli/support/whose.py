@@ -57,7 +57,7 @@ def check_available(flag: str, address: str, client: Client) -> None:
 
 def owns(found: control_pb2.ServerIdentity, database: Path) -> bool:
     """True if the controller keeps this very file, whatever it is called."""
-    if found.host != socket.gethostname() or not found.database:
+    if found.host != socket.gethostname():
         return False
     try:
         return os.path.samefile(found.database, database)
@@ -70,21 +70,11 @@ def check_controller(security: ClientSecurity, address: str, run_id: str) -> Non
 
     None at all is no error: a worker serves until one comes.
     """
-    client = Client(security.ca, security.cert, security.key, security.token_file, security.prefix)
-    found = answering(client, address, run_id)
-    if found is not None and run_id and found.run_id != run_id:
-        raise UserError(f"{address} is taken by {occupant(address, client)}: give --controller the one of this run")
-
-
-def answering(client: Client, address: str, run_id: str) -> control_pb2.ServerIdentity | None:
-    """The controller's identity; None when none is there yet, or one of an older version, which has none.
-
-    Raises UserError for something that listens and will not do; asked twice, since a controller may just be starting.
-    """
-    for last in (False, True):
+    client = Client(security)
+    for last in (False, True):  # something that listens is asked twice, since a controller may just be starting
         try:
             with client.channel(address, "--controller") as channel:
-                return identity(channel, "controller")
+                found = identity(channel, "controller")
         except grpc.RpcError as error:
             code = error.code() if isinstance(error, grpc.Call) else None
             if code is grpc.StatusCode.UNAVAILABLE and is_listening(address):
@@ -92,6 +82,8 @@ def answering(client: Client, address: str, run_id: str) -> control_pb2.ServerId
                     time.sleep(0.3)
                     continue
             elif not (code is grpc.StatusCode.UNAUTHENTICATED or (code is grpc.StatusCode.UNIMPLEMENTED and run_id)):
-                return None
+                return
             raise UserError(client.explain(error, "controller", address)) from error
-    return None
+        if run_id and found.run_id != run_id:
+            raise UserError(f"{address} is taken by {occupant(address, client)}: give --controller the one of this run")
+        return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -54,14 +53,6 @@ SHOW_EVERY_S = 0.5
 Stubs = list[rpc.GenerationServiceStub]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens per second over all workers at one number of requests at a time, by mode."""
-
-    concurrency: int
-    tokens_per_s: dict[str, float]
-
-
 def run_demo(addresses: list[str], database: Path, client: Client) -> None:
     """Print generated text, the throughput of each load and the learned table."""
     channels = [client.channel(address) for address in addresses]
@@ -69,12 +60,15 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         stubs = [rpc.GenerationServiceStub(channel) for channel in channels]
         print_text(stubs[0])
         with LiveLine() as line:
-            loads = [measure_load(stubs, index, line) for index in range(len(CONCURRENCY))]
+            loads = {CONCURRENCY[index]: measure_load(stubs, index, line) for index in range(len(CONCURRENCY))}
     finally:
         for channel in channels:
             channel.close()
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
-    print_tables(loads, database)
+    console = Console(highlight=False)
+    console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
+    console.print(Text("Learned of decoding steps alone, without prefill", style="bold"))
+    console.print(*learned_parts(database, context=""), sep="\n")
 
 
 def print_text(stub: rpc.GenerationServiceStub) -> None:
@@ -85,21 +79,17 @@ def print_text(stub: rpc.GenerationServiceStub) -> None:
     Console(highlight=False).print("", *lines[:SHOWN_LINES], "", sep="\n", markup=False, no_wrap=True)
 
 
-def measure_load(stubs: Stubs, index: int, line: LiveLine) -> Load:
-    """Measure the load of that index in CONCURRENCY."""
+def measure_load(stubs: Stubs, index: int, line: LiveLine) -> dict[str, float]:
+    """Tokens per second over all workers, by mode, of the load of that index in CONCURRENCY."""
     concurrency = CONCURRENCY[index]
-    text = f"load {index + 1} of {len(CONCURRENCY)}: {requests(concurrency)} at a time"
+    text = f"load {index + 1} of {len(CONCURRENCY)}: {concurrency} request{'s' * (concurrency > 1)} at a time"
     counted = [(block, run_block(stubs, concurrency, block, partial(line.show, text))) for block in BLOCKS]
-    return Load(concurrency, {mode: rate([each for each in counted if each[0].mode == mode]) for mode in MODES})
+    return {mode: rate([each for each in counted if each[0].mode == mode]) for mode in MODES}
 
 
 def rate(counted: list[tuple[Block, int]]) -> float:
     """Tokens per second of blocks and their tokens."""
     return sum(tokens for _, tokens in counted) / sum(block.counted_s for block, _ in counted)
-
-
-def requests(number: int) -> str:
-    return "1 request" if number == 1 else f"{number} requests"
 
 
 def run_block(stubs: Stubs, concurrency: int, block: Block, show: Callable[[str], None]) -> int:
@@ -143,20 +133,13 @@ def keep_sending(
                 counted.append(len(response.chunk.token_ids))
 
 
-def print_tables(loads: list[Load], database: Path) -> None:
-    console = Console(highlight=False)
-    console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
-    console.print(Text("Learned of decoding steps alone, without prefill", style="bold"))
-    console.print(*learned_parts(database, context=""), sep="\n")
-
-
-def throughput(loads: list[Load], width: int) -> Table:
-    """The table of the loads, least requests first."""
+def throughput(loads: dict[int, dict[str, float]], width: int) -> Table:
+    """The table of the rates by number of requests and mode, least requests first."""
     table = table_without_lines(width)
     for heading in ("requests at a time", "plain", "learned", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for load in sorted(loads, key=lambda one: one.concurrency):
-        plain, learned = load.tokens_per_s["plain"], load.tokens_per_s["learned"]
+    for concurrency, rates in sorted(loads.items()):
+        plain, learned = rates["plain"], rates["learned"]
         ratio = f"{learned / plain:.2f}x" if plain else ""
-        table.add_row(str(load.concurrency), f"{plain:.0f}", f"{learned:.0f}", ratio)
+        table.add_row(str(concurrency), f"{plain:.0f}", f"{learned:.0f}", ratio)
     return table

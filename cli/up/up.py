@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import typer
 
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
@@ -84,7 +83,8 @@ def up(
         up_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
         return
     refuse_without_ray(fleet)
-    hand_on_configuration(context)
+    if (config := context.find_root().params.get("config")) is not None:
+        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())  # for the children, too
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     run = Run(data_dir, places, secrets.token_hex(8), client)
     run_here(run, arguments(options), demo, once)
@@ -99,13 +99,11 @@ def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
             start_all(children, run.data_dir, line.show if demo else say)
         database = database_of(run.places.controller, run.client)
         if demo:
-            if database is None:
-                raise UserError("--demo needs a database, and the controller has none: drop its setting in-memory")
             run_demo(run.places.workers, database, run.client)
         if once:
-            print_what_is_left(database)
+            print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)
         else:
-            commands = next_commands(database) if demo and database else first_commands(run.places.workers[0], database)
+            commands = next_commands(database) if demo else first_commands(run.places.workers[0], database)
             print_addresses(run.places, run.data_dir, commands)
             supervise(children)
     except KeyboardInterrupt:
@@ -160,15 +158,10 @@ def wait_for(child: Child, tell: Callable[[str], None]) -> None:
     tell(f"{child.name}: serving")
 
 
-def database_of(controller: str, client: Client) -> Path | None:
-    """The controller's database, by its own word: settings of its own may name another. None: it is in memory."""
-    try:
-        with client.channel(controller, "--controller") as channel:
-            database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
-    except grpc.RpcError as error:
-        raise UserError(client.explain(error, "controller", controller)) from error
-    if not database:
-        return None
+def database_of(controller: str, client: Client) -> Path:
+    """The controller's database, by its own word: settings of its own may name another."""
+    with client.calling("controller", controller) as channel:
+        database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
     here = Path.cwd()
     return Path(database).relative_to(here) if Path(database).is_relative_to(here) else Path(database)
 
@@ -181,13 +174,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(str(error)) from error
     return options
-
-
-def hand_on_configuration(context: typer.Context) -> None:
-    """Children read the file that `--config` named, too."""
-    config = context.find_root().params.get("config")
-    if config is not None:
-        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +230,10 @@ In another terminal:
     )
 
 
-def first_commands(worker: str, database: Path | None) -> str:
+def first_commands(worker: str, database: Path) -> str:
     """Commands to try a system that serves."""
-    generate = f'  {program()} generate "def fibonacci(n):" --worker {worker}'
-    return f"{generate}\n  {program()} tables --db {shlex.quote(str(database))}" if database else generate
+    return f"""  {program()} generate "def fibonacci(n):" --worker {worker}
+  {program()} tables --db {shlex.quote(str(database))}"""
 
 
 def next_commands(database: Path) -> str:
@@ -264,10 +250,3 @@ def program() -> str:
     if shutil.which("speclen") or not beside.exists():
         return "speclen"
     return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
-
-
-def print_what_is_left(database: Path | None) -> None:
-    if database is None:
-        print("\nAll stopped. What was learned is gone, as the controller had no database.\n", flush=True)
-        return
-    print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)

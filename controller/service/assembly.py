@@ -14,13 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.intake import Intake
-from speclen.controller.service.learner import Learner
+from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.saving.restoring import restore
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
-from speclen.controller.service.totals import Totals
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
@@ -65,10 +64,8 @@ class Running:
     supervisor: Supervisor
 
 
-def open_store(config: ControllerConfig) -> Store | None:
-    """The database, made or brought up to date; None for a controller in memory. Raises ValueError."""
-    if config.in_memory:
-        return None
+def open_store(config: ControllerConfig) -> Store:
+    """The database, made if there is none. Raises ValueError."""
     retention = Retention(max_report_rows=config.keep_reports, max_days=config.keep_days)
     try:
         return Store.open(config.database, StoreConfig(retention=retention), config.move_corrupt_aside)
@@ -76,11 +73,11 @@ def open_store(config: ControllerConfig) -> Store | None:
         raise ValueError(str(error)) from error
 
 
-def create_service(config: ControllerConfig, store: Store | None, stored: StoredState) -> tuple[Intake, Learner]:
+def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> tuple[Intake, Learner]:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
     estimator, totals = Estimator(config.policy), Totals()
     registry = Registry(time.time, config.max_workers, config.max_contexts)
-    forgotten, set_aside = restore(estimator, registry, stored, store.path if store is not None else None)
+    forgotten, set_aside = restore(estimator, registry, stored, store.path)
     journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)
     journal.note_events(set_aside)
     for context in forgotten:
@@ -110,7 +107,7 @@ async def create_server(
     return server, security.add_port(server, config.listen), health_servicer
 
 
-async def create(config: ControllerConfig, store: Store | None, stored: StoredState) -> Running:
+async def create(config: ControllerConfig, store: Store, stored: StoredState) -> Running:
     """Everything put together, nothing started. Raises what create_service and create_server raise."""
     intake, learner = create_service(config, store, stored)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
@@ -123,7 +120,7 @@ def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:
     """The identity of this process."""
     return control_pb2.ServerIdentity(
         run_id=config.run_id,
-        database="" if config.in_memory else str(config.database.resolve()),
+        database=str(config.database.resolve()),
         host=socket.gethostname(),
         process_id=os.getpid(),
         version=installed_version(),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from speclen.controller.service.learner import Learner
+from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.totals import Totals
 from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.v1 import control_pb2 as pb

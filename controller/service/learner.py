@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -13,7 +15,6 @@ from speclen.controller.service.prediction import PredictionError
 from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.totals import Totals
 from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, Table
 
 log = structlog.get_logger()
@@ -26,6 +27,23 @@ MANY_REPORTS = 512
 FEW_REPORTS = 8
 # Workers with another policy do not use the table: a probe would be lost on them.
 FOLLOWS_TABLE = ("", "adaptive")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start of the process.
+
+    num_reports: learned from, in num_groups calls. refused: by reason. drift: by factor.
+    """
+
+    num_reports: int = 0
+    num_groups: int = 0
+    num_repeated: int = 0
+    num_missing: int = 0
+    num_decisions: int = 0
+    num_probes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    drift: Counter[str] = field(default_factory=Counter)
 
 
 class Learner:
@@ -88,7 +106,10 @@ class Learner:
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
-            self._give_up(worker, len(steps))
+            self.totals.refused["estimator"] += len(steps)
+            worker.num_refused += len(steps)
+            self.journal.note_worker(worker)
+            self._start_anew(context)  # what the mistake may have spoiled
             return
         self.last_group_id += 1
         context.num_learned += len(steps)
@@ -98,13 +119,6 @@ class Learner:
         self.journal.note_reports(worker, steps, self.last_group_id)
         self._note(outcome.decisions, outcome.drift_events)
         self._take_probe(worker)
-
-    def _give_up(self, worker: Worker, num_reports: int) -> None:
-        """Count reports that taught nothing, and start anew what the mistake may have spoiled."""
-        self.totals.refused["estimator"] += num_reports
-        worker.num_refused += num_reports
-        self.journal.note_worker(worker)
-        self._start_anew(worker.context)
 
     def _start_anew(self, context: Context) -> None:
         try:

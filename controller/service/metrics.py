@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from speclen.controller.config import ControllerConfig
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
 from speclen.transport.families import Families
-from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
 FAMILIES = Families(PREFIX)
@@ -93,8 +90,6 @@ class ControllerCollector:
         yield FAMILIES.gauge("durable_lag_seconds", "Age of the oldest thing that is not on disk yet", journal.lag_s())
         yield FAMILIES.counter("commits", "Commits on disk", journal.num_commits)
         yield FAMILIES.counter("commits_failed", "Commits given up", journal.num_failed_commits)
-        if journal.store is None:
-            return
         health = journal.store.health()
         yield FAMILIES.gauge("store_ok", "1 while commits succeed", int(health.ok))
         yield FAMILIES.gauge("database_bytes", "Size of the database and its WAL", health.database_bytes)
@@ -141,10 +136,3 @@ class ControllerCollector:
 def bucket_label(batch_min: int, batch_max: int) -> str:
     """ "4" or "5-8"."""
     return str(batch_min) if batch_min == batch_max else f"{batch_min}-{batch_max}"
-
-
-def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> MetricsPage:
-    """Serve the page. Raises OSError when the address cannot be used."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return serve_page(config.metrics_listen, registry, config.security)

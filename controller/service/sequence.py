@@ -93,13 +93,11 @@ class SeqWindow:
 def read_ranges(text: str, applied_seq: int) -> list[list[int]]:
     """Ranges of missing numbers, ascending and below applied_seq. Raises ValueError for anything else."""
     ranges = json.loads(text)
-    if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
+    if not isinstance(ranges, list) or not all(
+        isinstance(each, list) and [type(seq) for seq in each] == [int, int] for each in ranges
+    ):
         raise ValueError(f"{text!r} are not ranges of numbers")
     flat = [0, *(seq + side for bounds in ranges for side, seq in enumerate(bounds)), applied_seq + 1]
     if any(later <= earlier for earlier, later in pairwise(flat)):
         raise ValueError(f"{text!r} are not ascending ranges below {applied_seq}")
     return ranges
-
-
-def _is_range(bounds: object) -> bool:
-    return isinstance(bounds, list) and len(bounds) == 2 and all(type(seq) is int for seq in bounds)

@@ -17,11 +17,9 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import SERVICE, Running, create, open_store
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
-from speclen.store.records import StoredState
 from speclen.transport.address import check_free
 from speclen.transport.probes import probed
-from speclen.transport.stopping import stop_event
-from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError
+from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, stop_event
 
 log = structlog.get_logger()
 
@@ -39,8 +37,8 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
     """
     store = open_store(config)
     try:
-        stored = store.load() if store is not None else StoredState()
-        if store is not None and store.num_commits_missing:
+        stored = store.load()
+        if store.num_commits_missing:
             log.error("the database lacks commits that were acknowledged", num=store.num_commits_missing)
         controller = await create(config, store, stored)
         start_work(controller, store)
@@ -52,13 +50,12 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
             finally:
                 await end(controller, config.drain_timeout_s)
     finally:
-        if store is not None:
-            await asyncio.to_thread(store.close, config.drain_timeout_s)
-    if store is not None and (reason := unstored(controller, store)):
+        await asyncio.to_thread(store.close, config.drain_timeout_s)
+    if reason := unstored(controller, store):
         raise OSError(f"{store.path} lacks what was learned last: {reason}")
 
 
-def start_work(controller: Running, store: Store | None) -> None:
+def start_work(controller: Running, store: Store) -> None:
     """Start the work beside the calls."""
     learner, streams, supervisor = controller.servicer.learner, controller.servicer.streams, controller.supervisor
     supervisor.start("learning", learner.run())
@@ -106,23 +103,22 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
         await servicer.set(name, status)
 
 
-async def watch_store(store: Store | None, health_servicer: health.aio.HealthServicer) -> None:
+async def watch_store(store: Store, health_servicer: health.aio.HealthServicer) -> None:
     """Keep the store's health, and the log, up to date for ever. Raises PartFailedError when the store has ended."""
     was_ok, num_lost = None, 0
     while True:
-        state = store.health() if store is not None else None
-        ok = state is None or state.ok
-        if state is not None and not state.alive:
+        state = store.health()
+        if not state.alive:
             await health_servicer.set(STORE_SERVICE, NOT_SERVING)
             raise PartFailedError(state.detail)
-        if ok != was_ok:
-            await health_servicer.set(STORE_SERVICE, SERVING if ok else NOT_SERVING)
-            if state is not None and not ok:
+        if state.ok != was_ok:
+            await health_servicer.set(STORE_SERVICE, SERVING if state.ok else NOT_SERVING)
+            if not state.ok:
                 log.error("the database does not take commits, learning goes on in memory", detail=state.detail)
             elif was_ok is not None:
                 log.info("the database takes commits again")
-        was_ok = ok
-        if state is not None and (lost := state.num_rows_refused) > num_lost:
+        was_ok = state.ok
+        if (lost := state.num_rows_refused) > num_lost:
             log.error("the database refused rows, its table store_events says why", num=lost - num_lost)
             num_lost = lost
         await asyncio.sleep(LOOK_INTERVAL_S)
@@ -138,11 +134,11 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
     quiet_interpreter()
     page = None
     async with running(config) as controller:
-        page = serve_page(controller, config)
+        page = show_page(controller, config)
         host = config.listen.rpartition(":")[0]
         announce(
             f"speclen controller serving on {host}:{controller.port}, "
-            f"database {'none (in memory)' if config.in_memory else config.database}, "
+            f"database {config.database}, "
             f"metrics {page.address if page else 'off'}"
         )
         log.info(
@@ -161,17 +157,19 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
         page.server.shutdown()
 
 
-def serve_page(controller: Running, config: ControllerConfig) -> Any:
+def show_page(controller: Running, config: ControllerConfig) -> Any:
     """The Prometheus page, if one is wanted. Raises OSError."""
     if not config.metrics_listen:
         return None
-    from speclen.controller.service.metrics import (  # only then: its library takes time to import
-        ControllerCollector,
-        serve_metrics,
-    )
+    # Only then: the library takes time to import.
+    from prometheus_client import CollectorRegistry
 
-    collector = ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop())
-    page = serve_metrics(collector, config)
+    from speclen.controller.service.metrics import ControllerCollector
+    from speclen.transport.pages import serve_page
+
+    registry = CollectorRegistry()
+    registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))
+    page = serve_page(config.metrics_listen, registry, config.security)
     controller.supervisor.watch(page.thread)
     return page
 

@@ -141,7 +141,9 @@ class Stream:
             response.table.CopyFrom(table)
             self._sent_table = table
         if worker.probe is not None:
-            response.probes.append(probe_message(worker.probe, self.hub.valid_s(worker.last_step_s)))
+            settings = self.hub.settings
+            steps_s = min(settings.probe_valid_steps * worker.last_step_s, settings.silence_s)
+            response.probes.append(probe_message(worker.probe, max(settings.probe_valid_s, steps_s)))
             worker.probe = None
         return response
 

@@ -131,11 +131,6 @@ class Streams:
             self._tables[place] = table.version, message
         return message
 
-    def valid_s(self, step_s: float) -> float:
-        """Seconds for which a probe waits for a fitting step."""
-        steps_s = min(self.settings.probe_valid_steps * step_s, self.settings.silence_s)
-        return max(self.settings.probe_valid_s, steps_s)
-
     async def deliver(self) -> None:
         """For ever: push news to workers that no answer will bring it to soon."""
         while True:

@@ -25,14 +25,8 @@ def table_message(table: Table, limits: Limits) -> pb.LengthTable:
 
 
 def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:
-    return pb.Probe(
-        probe_id=probe.probe_id,
-        batch_min=probe.batch_min,
-        batch_max=probe.batch_max,
-        num_steps=probe.num_steps,
-        valid_for_s=valid_for_s,
-        **probe.arm._asdict(),
-    )
+    values = probe._asdict()
+    return pb.Probe(**values.pop("arm")._asdict(), **values, valid_for_s=valid_for_s)
 
 
 def learned_table_message(key: ContextKey, version: int, rows: Iterable[ArmEstimate]) -> pb.LearnedTable:
@@ -41,17 +35,7 @@ def learned_table_message(key: ContextKey, version: int, rows: Iterable[ArmEstim
 
 
 def learned_row_message(row: ArmEstimate) -> pb.LearnedRow:
-    return pb.LearnedRow(
-        batch_min=row.batch_min,
-        batch_max=row.batch_max,
-        expected_tokens=row.expected_tokens,
-        step_ms=1e3 * row.step_s,
-        ms_per_token=row.ms_per_token,
-        ms_per_token_low=row.ms_per_token_low,
-        ms_per_token_high=row.ms_per_token_high,
-        num_steps=row.num_steps,
-        source=row.source,
-        is_best=row.is_best,
-        observed_step_ms=None if row.observed_step_s is None else 1e3 * row.observed_step_s,
-        **row.arm._asdict(),
-    )
+    values = row._asdict()
+    arm, step_s, observed_s = (values.pop(name) for name in ("arm", "step_s", "observed_step_s"))
+    observed_ms = None if observed_s is None else 1e3 * observed_s
+    return pb.LearnedRow(**arm._asdict(), **values, step_ms=1e3 * step_s, observed_step_ms=observed_ms)

@@ -1,29 +1,17 @@
-"""Step records and profiles as rows of the database, and back: exactly, so that a replay makes the same calls."""
+"""Step records as rows of the database, and back: exactly, so that a replay makes the same calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import groupby
-from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from speclen.records import Arm, OutputEvaluation, Profile, ProfileCell, RequestClass, StepFlag, StepRecord
+from speclen.records import Arm, OutputEvaluation, RequestClass, StepFlag, StepRecord
 
 if TYPE_CHECKING:
-    from speclen.store.records import ProfileRow, ReportRow
+    from speclen.store.records import ReportRow
 
 _CLASSES = [each.name.lower() for each in RequestClass]
-
-
-class StoredGroup(NamedTuple):
-    """Consecutive steps of one worker that were learned from in one call."""
-
-    group_id: int
-    context_id: int
-    worker_key: int
-    steps: tuple[StepRecord, ...]
 
 
 def row_of(
@@ -47,7 +35,7 @@ def row_of(
         step.decision_version,
         flags,
         step.probe_id,
-        _class_text(step) if step.class_histograms else None,
+        _text({_CLASSES[kind]: runs for kind, runs in step.class_histograms}) if step.class_histograms else None,
         step.num_drafted_sequences,
         step.num_verified_tokens,
         step.draft_prefill_s,
@@ -80,24 +68,8 @@ def record_of(row: ReportRow) -> StepRecord:
     )
 
 
-def groups_of(rows: Iterable[ReportRow]) -> Iterator[StoredGroup]:
-    """Rows in ascending order of group_id as the calls in which they were learned from."""
-    for group_id, members in groupby(rows, key=attrgetter("group_id")):
-        group = list(members)
-        yield StoredGroup(group_id, group[0].context_id, group[0].worker_key, tuple(map(record_of, group)))
-
-
-def profile_of(row: ProfileRow) -> Profile:
-    cells = tuple(ProfileCell(*cell) for cell in row.cells)
-    return Profile(cells, row.survival, row.num_survival_rows, row.source)
-
-
 def _text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
 _list_text = lru_cache(maxsize=16_384)(_text)  # few histograms differ
-
-
-def _class_text(step: StepRecord) -> str:
-    return _text({_CLASSES[kind]: runs for kind, runs in step.class_histograms})

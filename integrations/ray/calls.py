@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 
 END = object()  # follows the last message
 

@@ -7,7 +7,7 @@ import contextlib
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import Running
-from speclen.controller.service.server import give_up, quiet_interpreter, running, serve_page
+from speclen.controller.service.server import give_up, quiet_interpreter, running, show_page
 from speclen.store.connection import StoreError
 
 
@@ -33,7 +33,7 @@ class HostedController:
         quiet_interpreter()
         async with contextlib.AsyncExitStack() as stack:
             controller = await stack.enter_async_context(running(config))
-            serve_page(controller, config)  # for the rest of the process
+            show_page(controller, config)  # for the rest of the process
             controller.supervisor.watch_loop()
             failing = asyncio.create_task(until_failed(controller))
             stack.callback(failing.cancel)

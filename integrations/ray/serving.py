@@ -17,7 +17,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from speclen.integrations.ray.calls import ServeCall, check_token
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig

@@ -15,7 +15,7 @@ from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice,
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.config import parse_policy
 from speclen.worker.models.devices import processor_name
-from speclen.worker.reporting.model_label import digest, model_label
+from speclen.worker.models.naming import digest, model_label
 from speclen.worker.reporting.table import ArmTable
 
 NGRAM = ("ngram", "ngram_gpu")

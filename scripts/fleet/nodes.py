@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.database import reading
+from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -73,7 +74,7 @@ class Up:
 
     @property
     def client(self) -> Client:
-        return Client(token_file=self.folder / "ray.token")
+        return Client(ClientSecurity(token_file=self.folder / "ray.token"))
 
     @property
     def token(self) -> str:

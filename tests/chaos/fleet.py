@@ -34,6 +34,7 @@ class Program:
         self.arguments, self.log = list(arguments), log
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECLEN_")}
         self.environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})}
+        self.program = ["-m", "speclen.cli.app"]
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -45,7 +46,7 @@ class Program:
         self.log_begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "speclen.cli.app", *arguments],
+                [sys.executable, *self.program, *arguments],
                 stdout=output,
                 stderr=output,
                 env=self.environment,

@@ -16,9 +16,9 @@ from chaos.reporter import Reporter
 from speclen.cli.learned.history import estimates_of, events
 from speclen.controller.analysis.replay import replay
 from speclen.store.connection import connect_reader
-from speclen.store.failpoints import FAILPOINTS
 from speclen.store.queries import contexts
 from speclen.v1 import control_pb2 as pb
+from tests.support import doomed
 from tests.support.store_rows import rows
 
 KILLS_PER_S = 0.8  # with all that lies between two of them, on a machine with two cores
@@ -32,7 +32,7 @@ CONTEXTS = [
 def kill_controller(place: Place) -> str:
     """The controller is killed at random moments, while it starts, and at every step of a commit, while three workers
     report, repeat groups and let them overtake each other."""
-    points = [f"{name}:{place.dice.randint(1, 6)}" for name in FAILPOINTS if name != "after_vacuum"]
+    points = [f"{step}:{place.dice.randint(1, 6)}" for step in doomed.STEPS]
     num_kills = max(len(points) + 4, int(place.seconds * KILLS_PER_S))
     plan = points + [""] * (num_kills - len(points))
     place.dice.shuffle(plan)
@@ -43,9 +43,10 @@ def kill_controller(place: Place) -> str:
             reporting.enter_context(reporter)
             reporter.wait_for_more()
         fleet.controller.kill()
+        fleet.controller.program = [doomed.__file__]
         for point in plan:
             live_and_die(fleet.controller, point, place.dice)
-        fleet.controller.environment.pop("SPECLEN_FAILPOINT")
+        fleet.controller.environment.pop("KILL_AT")
         fleet.controller.start()
         fleet.controller.wait_until_serving()
         for reporter in reporters:
@@ -62,8 +63,8 @@ def kill_controller(place: Place) -> str:
 
 
 def live_and_die(controller: Program, point: str, dice: random.Random) -> None:
-    """One life, to its failpoint, or to a random moment, three times in ten before it serves."""
-    controller.environment["SPECLEN_FAILPOINT"] = point
+    """One life, to a step of a commit, or to a random moment, three times in ten before it serves."""
+    controller.environment["KILL_AT"] = point
     controller.start()
     if point:
         require(controller.wait(60.0) == -signal.SIGKILL, f"it was not killed at {point}: {controller.last_words()}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from tempfile import mkdtemp
 
 from google.protobuf.message import Message
 
@@ -11,7 +13,7 @@ from speclen.controller.service.assembly import create_service
 from speclen.controller.service.servicer import STATUS
 from speclen.controller.service.servicer import registration as read_registration
 from speclen.controller.wire.validation import read_profile
-from speclen.store.records import StoredState
+from speclen.store.database import Store
 from speclen.v1 import control_pb2 as control
 from speclen.v1 import generation_pb2 as generation
 from speclen.worker.requests.validation import check_request
@@ -45,7 +47,8 @@ class Targets:
     """A controller's service and a worker's checks. Anything but a refusal in words comes out as an error."""
 
     def __init__(self) -> None:
-        self.intake, self.learner = create_service(ControllerConfig(in_memory=True), None, StoredState())
+        store = Store.open(Path(mkdtemp(prefix="speclen-fuzz-")) / "speclen.db")
+        self.intake, self.learner = create_service(ControllerConfig(), store, store.load())
         self.num_taken = self.num_refused = self._seq = self._num_reports = 0
         self._register()
 

@@ -46,8 +46,8 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 @pytest.fixture(scope="session")
 def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A controller in memory, for many reports that no test looks for on disk."""
-    with serving(servers.controller(tmp_path_factory.mktemp("forgetful"), "--in-memory")) as shared:
+    """A controller for many reports that no test looks for on disk."""
+    with serving(servers.controller(tmp_path_factory.mktemp("forgetful"))) as shared:
         yield shared
 
 

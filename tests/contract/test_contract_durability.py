@@ -130,7 +130,7 @@ def check_disk(database: Path, reporter: Reporter) -> None:
 
 def check_replay(database: Path, num_reports: int) -> None:
     """A replay of the stored reports repeats the decisions of the killed controllers."""
-    replayed = servers.as_json("replay", "--db", str(database), "--policies", "", "--json")
+    replayed = servers.as_json("replay", "--db", str(database), "--json")
     assert replayed["exact"], replayed
     assert (replayed["num_reports"], replayed["num_stored"] > 2) == (num_reports, True)
     assert protocol.rows(database, "PRAGMA integrity_check") == [("ok",)]

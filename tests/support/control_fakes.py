@@ -40,10 +40,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(tmp_path: Path | None, **options: Any) -> AsyncIterator[Served]:
-    """tmp_path None: without a database."""
-    store = {"in_memory": True} if tmp_path is None else {"db": tmp_path / "test.db"}
-    config = ControllerConfig(listen="127.0.0.1:0", **store, **options)
+async def served(tmp_path: Path, **options: Any) -> AsyncIterator[Served]:
+    """A controller with its database in a folder."""
+    config = ControllerConfig(listen="127.0.0.1:0", db=tmp_path / "test.db", **options)
     async with running(config) as controller:
         address = f"127.0.0.1:{controller.port}"
         async with aio.insecure_channel(address) as channel:
@@ -55,16 +54,16 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 90.0))
 
 
-def controller_story(test: Any = None, *, stored: bool = False, **options: Any) -> Any:
-    """Run a test's coroutine with `at`, a served controller; its other parameters are pytest's. stored: on disk."""
+def controller_story(test: Any = None, **options: Any) -> Any:
+    """Run a test's coroutine with `at`, a served controller; its other parameters are pytest's."""
     if test is None:
-        return functools.partial(controller_story, stored=stored, **options)
+        return functools.partial(controller_story, **options)
     asked = [each for name, each in inspect.signature(test).parameters.items() if name not in ("at", "tmp_path")]
 
     def told(tmp_path: Path, **given: Any) -> None:
         async def story() -> None:
             more = {"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {}
-            async with served(tmp_path if stored else None, **options) as at:
+            async with served(tmp_path, **options) as at:
                 await test(at=at, **given, **more)
 
         run(story)

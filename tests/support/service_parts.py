@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from speclen.controller.service.intake import Intake
-from speclen.controller.service.learner import Learner
+from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.totals import Totals
 from speclen.records import ContextKey, Limits
 from speclen.store.records import Commit, ReportRow, StoreHealth
 from tests.support.control_fakes import report

@@ -15,7 +15,7 @@ from tests.support.store_rows import moment, report, rows, spoil_a_value, store_
 
 
 def to_file(target: Path, db: Path, overwrite: bool = False) -> None:
-    backup(target, db, overwrite, as_json=False)
+    backup(target, db, overwrite)
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):

@@ -18,10 +18,10 @@ from speclen.cli.profile.importing import Destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
+from speclen.store import transaction
 from speclen.store.connection import connect_reader
 from speclen.store.database import StoreConfig
-from speclen.store.failpoints import Failpoints
-from speclen.store.queries import stored_profiles, view_rows
+from speclen.store.queries import contexts, stored_profiles, view_rows
 from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import RefusedError
@@ -73,7 +73,6 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     )
     assert [c.step_s for c in stored.profile.cells] == [c.step_s for c in document.profile.cells]
     assert stored.profile.survival == document.profile.survival
-    assert stored.context.target == document.context.target
     assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
@@ -82,7 +81,7 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
     table = table_from_file(measured / "p.json", Limits(3, 2))
     assert isinstance(table, ArmTable)
-    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json")).batches}
+    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json"))}
     assert {size: table.arms[size].speculation_length for size in best} == best
 
 
@@ -119,9 +118,9 @@ def test_import_seeds_the_same_context_elsewhere(measured: Path, folders: tuple[
     said = call("import", measured / "p.json", *models(folders), "--db", db, "--json")
     assert json.loads(said.stdout)["num_cells"] == 9
     connection = connect_reader(db)
-    (stored,) = stored_profiles(connection)
+    (stored,) = contexts(connection)
     connection.close()
-    assert stored.context.key == read_document(measured / "p.json").context
+    assert stored.key == read_document(measured / "p.json").context
 
 
 def test_a_profile_of_another_context_is_only_taken_as_a_prior(
@@ -137,9 +136,9 @@ def test_a_profile_of_another_context_is_only_taken_as_a_prior(
     assert not db.exists()
     call("import", measured / "p.json", *other, "--db", db, "--as-prior")
     connection = connect_reader(db)
-    (stored,) = stored_profiles(connection)
+    (stored,) = contexts(connection)
     connection.close()
-    assert "threads=2" in stored.context.engine_fingerprint
+    assert "threads=2" in stored.engine_fingerprint
 
 
 def change(content: dict[str, Any], path: Sequence[object], value: object) -> dict[str, Any]:
@@ -221,13 +220,13 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
 
 def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
     analysis = analyse(document(1.0))
-    one, _, eight = analysis.batches
+    one, _, eight = analysis
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
     assert one.ms_per_token == pytest.approx({0: 10.0, 1: 11.5 / 1.7, 2: 13 / 2.2, 3: 14.5 / 2.6})
     assert (one.best_length, one.gain) == (3, pytest.approx(10 / (14.5 / 2.6)))
     # Batch 8: 10, 15 / 1.7, 20 / 2.2, 25 / 2.6.
     assert eight.best_length == 1
-    for batch in analysis.batches:
+    for batch in analysis:
         assert batch.estimator_excess is not None
         assert batch.estimator_excess < 0.1
     assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
@@ -241,11 +240,10 @@ def own_import(db: Path, key: ContextKey = KEY) -> int:
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile import` said under which number it was stored, and it was nowhere."""
 
-    def refuse(failpoints: Failpoints, name: str) -> None:
-        if name == "after_begin":
-            raise RefusedError("the database refuses a row of profiles")
+    def refuse(*_: object) -> None:
+        raise RefusedError("the database refuses a row of profiles")
 
-    monkeypatch.setattr(Failpoints, "reach", refuse)
+    monkeypatch.setattr(transaction, "add_predictions", refuse)
     with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
         own_import(tmp_path / "s.db")
     monkeypatch.undo()

@@ -52,7 +52,7 @@ def guarded(made: Certificates, token: Path, probes: str, tmp_path_factory: pyte
         probes,
     ]
     arguments += ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
-    client = Client(ca=made.authority.cert, token_file=token)
+    client = Client(ClientSecurity(ca=made.authority.cert, token_file=token))
     child = Child("controller", arguments, address, folder / "log", run_id="mine", client=client)
     child.start()
     try:
@@ -63,7 +63,7 @@ def guarded(made: Certificates, token: Path, probes: str, tmp_path_factory: pyte
 
 
 def test_a_client_with_authority_and_token_gets_through(guarded: Child, made: Certificates, token: Path):
-    with Client(ca=made.authority.cert, token_file=token).channel(guarded.address) as channel:
+    with Client(ClientSecurity(ca=made.authority.cert, token_file=token)).channel(guarded.address) as channel:
         assert identity(channel, "controller").run_id == "mine"
 
 
@@ -75,7 +75,7 @@ def test_a_proxy_is_no_way_to_this_machine(
     for each in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "http://127.0.0.1:9")
-    client = Client(ca=made.authority.cert, token_file=token)
+    client = Client(ClientSecurity(ca=made.authority.cert, token_file=token))
     with client.channel(guarded.address) as channel:
         assert identity(channel, "controller").run_id == "mine"
 
@@ -92,7 +92,7 @@ def test_a_proxy_is_no_way_to_this_machine(
 def test_who_is_refused_hears_why(guarded, made, token, tmp_path, ca, given, words):
     (tmp_path / "wrong").write_text("fedcba9876543210")
     token_file = {None: None, "right": token, "wrong": tmp_path / "wrong"}[given]
-    client = Client(ca=None if ca is None else getattr(made, ca).cert, token_file=token_file)
+    client = Client(ClientSecurity(ca=None if ca is None else getattr(made, ca).cert, token_file=token_file))
     with pytest.raises(UserError, match=words):
         find_destination(Path(".speclen/speclen.db"), guarded.address, client)
 
@@ -114,7 +114,7 @@ def test_a_server_that_wants_certificates_gets_them(made: Certificates, tmp_path
     refused = pytest.raises(UserError, match="if it has TLS, give --ca")
     with refused, running_controller(tmp_path, *options, "--tls-client-ca", str(made.authority.cert)):
         pass
-    assert Client(made.authority.cert, made.client.cert, made.client.key).channel("127.0.0.1:1")
+    assert Client(ClientSecurity(made.authority.cert, made.client.cert, made.client.key)).channel("127.0.0.1:1")
 
 
 def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp_path: Path, capfd):
@@ -123,7 +123,7 @@ def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp
     (tmp_path / "empty").write_text("")
     for path in (junk, tmp_path / "empty", made.server.key):
         with pytest.raises(UserError, match=r"--ca .* holds no certificates in PEM"):
-            Client(ca=path)
+            Client(ClientSecurity(ca=path))
     for cert, key, words in (
         (made.server.key, made.server.key, "holds no certificate in PEM: was it swapped"),
         (made.server.cert, made.server.cert, "holds no key in PEM: was it swapped"),

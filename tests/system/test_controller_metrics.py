@@ -14,7 +14,7 @@ def value(text: str, name: str) -> float:
     return float(found.group(1))
 
 
-@controller_story(stored=True)
+@controller_story
 async def test_counts_follow_what_happened(at):
     text = await eventful_page(at)
     assert value(text, "reports_total") == 34

@@ -191,7 +191,7 @@ async def test_what_is_far_too_long_is_refused_in_a_short_sentence(at, changes, 
 
 @controller_story
 async def test_a_mistake_of_ours_is_logged_and_not_told(at, monkeypatch):
-    monkeypatch.setattr(at.service.estimator, "rows", lambda key: 1 / 0)
+    monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)
     await at.stub.RegisterWorker(registration())
     code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
     assert (code, "division" in details) == ("INTERNAL", False)
@@ -227,7 +227,7 @@ async def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
     token.write_text("0123456789abcdef\n")
     reading.write_text("fedcba9876543210\n")
 
-    async with served(None, token_file=token, read_token_file=reading) as at:
+    async with served(tmp_path, token_file=token, read_token_file=reading) as at:
         full = (("authorization", "Bearer 0123456789abcdef"),)
         read = (("authorization", "Bearer fedcba9876543210"),)
         await at.stub.RegisterWorker(registration(), metadata=full)

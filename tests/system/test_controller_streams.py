@@ -170,7 +170,7 @@ async def flood(call, request):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
-@controller_story(stored=True, commit_interval_s=0.05)
+@controller_story(commit_interval_s=0.05)
 async def test_durable_reaches_a_busy_worker_and_a_quiet_one(at, pause_s):
     await at.stub.RegisterWorker(registration())
     call = at.stub.StreamReports()

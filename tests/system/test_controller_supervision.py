@@ -12,10 +12,9 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.controller.config import ControllerConfig
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.server import end, running
+from speclen.controller.service.server import end
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3
 from tests.support.control_fakes import group, registration, served, to_the_end
@@ -39,17 +38,18 @@ async def soon_broken(*arguments, **more):
         (Streams, "deliver", "the delivery of news"),
     ],
 )
-async def test_a_part_that_ends_is_a_failure_of_the_controller(monkeypatch, kind, method, part):
+async def test_a_part_that_ends_is_a_failure_of_the_controller(tmp_path, monkeypatch, kind, method, part):
     monkeypatch.setattr(kind, method, soon_broken)
 
-    async with running(ControllerConfig(listen="127.0.0.1:0", in_memory=True)) as controller:
-        failure = await asyncio.wait_for(asyncio.shield(controller.supervisor.failure), 20)
+    async with lacking(f"{part} has ended", tmp_path) as at:
+        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
         assert str(failure) == f"{part} has ended: broken for a test"
 
 
 # Starts a controller whose page for Prometheus breaks a second after it serves, and says when that was.
 BREAKING = """
-import asyncio, socketserver, time
+import asyncio, socketserver, sys, time
+from pathlib import Path
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service import server
 from speclen.transport.logs import set_up_logs
@@ -63,13 +63,13 @@ def broken(server):
 
 set_up_logs()
 socketserver.BaseServer.service_actions = broken
-config = ControllerConfig(listen="127.0.0.1:0", in_memory=True, metrics_listen="127.0.0.1:0")
+config = ControllerConfig(listen="127.0.0.1:0", data_dir=Path(sys.argv[1]), metrics_listen="127.0.0.1:0")
 asyncio.run(server.serve(config, lambda line: print(line, flush=True)))
 """
 
 
-def test_a_thread_that_ends_takes_the_process_with_it_at_once():
-    done = subprocess.run([sys.executable, "-c", BREAKING], capture_output=True, text=True, timeout=60)
+def test_a_thread_that_ends_takes_the_process_with_it_at_once(tmp_path):
+    done = subprocess.run([sys.executable, "-c", BREAKING, tmp_path], capture_output=True, text=True, timeout=60)
     ended = time.monotonic()
     assert done.returncode == 1, done.stderr
     assert ended - float(done.stdout.split("BROKEN")[1].split()[0]) < 10, "a second, and what a busy machine adds"

@@ -221,7 +221,7 @@ def test_what_is_wrong_with_a_file_is_quoted_with_its_own_name(tmp_path, monkeyp
     Path("bad.db").write_text("hello " * 1000)
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--db", "bad.db"]).stdout
     assert "bad.db is damaged (file is not a database). Restore a backup over it" in shown
-    assert shown.rstrip().endswith("--move-corrupt-aside.")
+    assert "--move-corrupt-aside" in shown
     assert ".." not in shown
 
 

@@ -13,9 +13,11 @@ from tests.support.store_rows import moment, rows, written
 SHRINK = """
 import sys
 sys.path.insert(0, sys.argv[2])
+from tests.support.doomed import doom
 from tests.support.store_rows import moment, report, store_now
 from speclen.store.database import Store, StoreConfig
 from speclen.store.retention import Retention
+doom()
 store = Store.open(sys.argv[1], StoreConfig(retention=Retention(max_report_rows=10)))
 first = store.load().workers[0].applied_seq + 1
 for seq in range(first, first + 100):
@@ -23,16 +25,16 @@ for seq in range(first, first + 100):
 """
 
 
-def write_until_killed(path: Path, failpoint: str) -> int:
+def write_until_killed(path: Path, kill_at: str) -> int:
     """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
     command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
-    return subprocess.run(command, env={**os.environ, "SPECLEN_FAILPOINT": failpoint}, check=False).returncode
+    return subprocess.run(command, env={**os.environ, "KILL_AT": kill_at}, check=False).returncode
 
 
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
     path = written(tmp_path / "s.db", moment(range(1, 140_001)))
     for count in (1, 2):
-        assert write_until_killed(path, f"after_vacuum:{count}") == -9
+        assert write_until_killed(path, f"PRAGMA incremental_vacuum:{count}") == -9
         assert rows(path, "PRAGMA integrity_check") == [("ok",)]
     store = Store.open(path)
     newest = store.load().workers[0].applied_seq

@@ -110,7 +110,8 @@ def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first request on a busy machine took four seconds, the next one 0.3."""
-    monkeypatch.setattr(threads, "default_threads", lambda *_: 2)
+    monkeypatch.setattr(threads, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
     before = torch.get_num_threads()
     try:
         target, _ = tiny_models.save_pair("llama", tmp_path)

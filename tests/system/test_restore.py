@@ -14,7 +14,7 @@ from tests.support.store_rows import rows, spoil_a_value
 
 
 def back_up(db, to) -> None:
-    backup(to, db, overwrite=False, as_json=False)
+    backup(to, db, overwrite=False)
 
 
 def bring_back(source, db, overwrite: bool = False) -> None:

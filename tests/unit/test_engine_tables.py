@@ -36,7 +36,7 @@ def lengths(ranges):
 @given(tables)
 def test_vllm_takes_what_is_written(parts):
     ranges = table_of(parts)
-    config = json.loads(WRITERS["vllm"](ranges).text)
+    config = json.loads(WRITERS["vllm"](ranges)[0])
     schedule = config["num_speculative_tokens_per_batch_size"]
     assert config["num_speculative_tokens"] >= max(1, *(length for *_, length in schedule))
     assert schedule[0][0] == 1
@@ -51,20 +51,20 @@ def test_tensorrt_llm_takes_what_is_written(parts):
         with pytest.raises(ValueError, match="drafts none"):
             WRITERS["tensorrt-llm"](ranges)
         return
-    written = WRITERS["tensorrt-llm"](ranges)
-    config = json.loads(written.text)
+    text, notes = WRITERS["tensorrt-llm"](ranges)
+    config = json.loads(text)
     schedule = {int(key): value for key, value in config["draft_len_schedule"].items()}
     assert schedule[min(schedule)] == config["max_draft_len"]
     lows = [1, *(high + 1 for high in schedule)]
     found = lengths(Range(low, high, length) for low, (high, length) in zip(lows, schedule.items(), strict=False))
     assert found == [min(length, config["max_draft_len"]) for length in lengths(ranges)]
-    assert any("longer ones are cut" in note for note in written.notes) == (found != lengths(ranges))
+    assert any("longer ones are cut" in note for note in notes) == (found != lengths(ranges))
 
 
 @given(tables)
 def test_sglang_takes_what_is_written(parts):
     ranges = table_of(parts)
-    config = json.loads(WRITERS["sglang"](ranges).text)
+    config = json.loads(WRITERS["sglang"](ranges)[0])
     assert all(len(entry["candidate_steps"]) == 1 for entry in config.values())
     ends = [*(int(low) - 1 for low in list(config)[1:]), ranges[-1].high]
     found = [Range(int(low), end, *config[low]["candidate_steps"]) for low, end in zip(config, ends, strict=True)]
@@ -72,9 +72,9 @@ def test_sglang_takes_what_is_written(parts):
 
 
 def test_llama_cpp_has_one_length_and_says_so():
-    written = WRITERS["llama.cpp"](table_of([(1, 5), (3, 2)]))
-    assert written.text == "--spec-draft-n-max 5"
-    assert "batch size 1" in written.notes[0]
+    text, notes = WRITERS["llama.cpp"](table_of([(1, 5), (3, 2)]))
+    assert text == "--spec-draft-n-max 5"
+    assert "batch size 1" in notes[0]
 
 
 @pytest.mark.parametrize("table_format", ["json", *WRITERS])

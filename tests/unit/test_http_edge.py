@@ -12,8 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring, ServerSecurity
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
 from speclen.worker.http.server import listen, make_server, serving

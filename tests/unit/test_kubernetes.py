@@ -87,7 +87,7 @@ async def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
 
     with_port = free_address()
     config = ControllerConfig(
-        listen="127.0.0.1:0", in_memory=True, token_file=tmp_path / "token", probe_listen=with_port
+        listen="127.0.0.1:0", db=tmp_path / "s.db", token_file=tmp_path / "token", probe_listen=with_port
     )
     async with running(config) as controller:
         async with aio.insecure_channel(with_port) as channel:

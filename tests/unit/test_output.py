@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from speclen.cli import app
 from speclen.cli.app import main
-from speclen.cli.generate import print_stream
-from speclen.cli.support.output import printing
-from speclen.v1 import generation_pb2 as pb
 
-CHUNKS = [pb.GenerateResponse(chunk=pb.GenerateChunk(text=text)) for text in ("naïve ", "😀", " end")]
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 
@@ -22,10 +19,11 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, encoding, told):
     with open(tmp_path / "out", "w", encoding=encoding) as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with printing():
-            print_stream(CHUNKS, as_json=False)
-        assert sys.stdout is out
-    assert (tmp_path / "out").read_text(encoding) == told
+        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
+        monkeypatch.setattr(app, "version", lambda _: "naïve 😀 end")
+        with pytest.raises(SystemExit):
+            main()
+    assert (tmp_path / "out").read_text(encoding) == f"speclen {told}\n"
 
 
 @needs_full

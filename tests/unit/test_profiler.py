@@ -44,27 +44,26 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
         speclen.worker.profiling.profiler, "Engine", lambda *args: made.append(Engine(*args)) or made[-1]
     )
 
-    with profiler(pair) as running:
-        target = made[-1].target
-        honest = {name: getattr(target, name) for name in ("forward", "host_logits") if hasattr(target, name)}
+    running = profiler(pair)
+    target = made[-1].target
+    honest = {name: getattr(target, name) for name in ("forward", "host_logits") if hasattr(target, name)}
 
-        def short_of_memory(name: str, what: Any, *others: Any) -> Any:
-            rows = what if isinstance(what, StepRows) else what[0].rows
-            if rows.num_rows > 2:
-                raise MemoryError("out of memory")
-            return honest[name](what, *others)
+    def short_of_memory(name: str, what: Any, *others: Any) -> Any:
+        rows = what if isinstance(what, StepRows) else what[0].rows
+        if rows.num_rows > 2:
+            raise MemoryError("out of memory")
+        return honest[name](what, *others)
 
-        for name in honest:
-            setattr(target, name, functools.partial(short_of_memory, name))
-        samples = running.run()
+    for name in honest:
+        setattr(target, name, functools.partial(short_of_memory, name))
+    samples = running.run()
     assert samples.largest_batch_size == 2
     assert {key[0] for key in keys(samples)} == {1, 2}
 
 
 def test_without_draft_only_plain_decoding_is_profiled(folders: tuple[str, str]) -> None:
     pair = load_pair(folders[0], None, "cpu", "float32")
-    with profiler(pair, quick_settings(2, 0, budget_s=1.0)) as running:
-        result = running.run().result()
+    result = profiler(pair, quick_settings(2, 0, budget_s=1.0)).run().result()
     assert {cell.speculation_length for cell in result.cells} == {0}
     assert result.survival == ()
     with pytest.raises(ValueError, match="need a draft"):

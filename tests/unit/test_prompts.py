@@ -25,21 +25,17 @@ def test_held_out_files_are_few_and_decided_by_path_alone() -> None:
 
 
 def test_prompt_files(tmp_path: Path) -> None:
-    plain = tmp_path / "prompts.txt"
-    plain.write_text("first\nprompt\n\n\nsecond\n")
-    assert texts_from_file(plain) == ["first\nprompt", "second"]
     lines = tmp_path / "prompts.jsonl"
-    lines.write_text(json.dumps("one") + "\n\n" + json.dumps({"prompt": "two", "id": 7}) + "\n")
-    assert texts_from_file(lines) == ["one", "two"]
+    lines.write_text(json.dumps("one\n\ntwo") + "\n\n" + json.dumps("three") + "\n")
+    assert texts_from_file(lines) == ["one\n\ntwo", "three"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("empty.txt", "\n\n", "holds no prompts"),
-        ("bad.jsonl", "{not json}", "not JSON"),
-        ("bad.jsonl", '{"text": "x"}', "prompt"),
-        ("bad.jsonl", "17", "prompt"),
+        ("bad.jsonl", "{not json}", "cannot read"),
+        ("bad.jsonl", '{"text": "x"}', "holds no prompts"),
     ],
 )
 def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: str, reason: str) -> None:

@@ -1,11 +1,10 @@
-"""A replay of reports makes the same decisions, to the last bit, and tells the costs of other policies."""
+"""A replay of reports makes the same decisions, to the last bit."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
+from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepFlag, StepRecord
 from tests.support.world import World
@@ -60,15 +59,3 @@ def test_a_replay_makes_the_same_decisions():
     events, made = history()
     assert replay(events).decisions == made
     assert len(made) > 2
-
-
-def test_another_policy_would_have_cost():
-    events, _ = history(rounds=120)
-    result = replay(events)
-    adaptive, none, longest = cost_of(events, result, ["adaptive", "none", "fixed:4"])
-    assert none.num_steps == adaptive.num_steps > 500
-    assert adaptive.ratio <= 1.01, "the table at the end, against what was tried on the way"
-    assert none.ratio > adaptive.ratio
-    assert longest.ratio >= adaptive.ratio
-    usable = [each for event in events[2:] for each in getattr(event, "steps", ()) if not each.flags]
-    assert none.actual_s == pytest.approx(sum(each.latency_s for each in usable))

@@ -39,14 +39,14 @@ def saved(path, *more_reports) -> StoredState:
     return stored
 
 
-def restored(stored: StoredState, path=None) -> tuple[FakeEstimator, Registry, list, list]:
+def restored(stored: StoredState, path) -> tuple[FakeEstimator, Registry, list, list]:
     estimator, registry = FakeEstimator(), Registry(lambda: 0.0, 10, 10)
     return estimator, registry, *restore(estimator, registry, stored, path)
 
 
 def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
     stored = saved(tmp_path / "s.db")
-    estimator, registry, forgotten, aside = restored(stored)
+    estimator, registry, forgotten, aside = restored(stored, tmp_path / "s.db")
     assert (forgotten, aside, stored.last_group_id, stored.last_profile_id) == ([], [], 2, 1)
     assert {key: context.context_id for key, context in registry.contexts.items()} == {KEY: 1, ELSEWHERE: 2}
     assert [row.num_steps for row in estimator.rows(KEY)] == [5]
@@ -73,6 +73,6 @@ def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
     stored = saved(tmp_path / "s.db")
     worker = stored.workers[0]._replace(missing_ranges=json.dumps({"1": 2}))
     changed = StoredState(stored.contexts, (worker,), stored.states, stored.last_group_id, stored.last_profile_id)
-    _, registry, forgotten, [event] = restored(changed)
+    _, registry, forgotten, [event] = restored(changed, tmp_path / "s.db")
     assert (forgotten, event.content) == ([], b'{"1": 2}')
     assert registry.workers["w"].seqs.missing == []

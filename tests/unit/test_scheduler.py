@@ -43,7 +43,7 @@ def make_pools(num_rows: int) -> list[KVPool]:
 
 def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000, pools: Sequence[KVPool] | None = None) -> Scheduler:
     pools = pools or make_pools(max_batch_size)
-    return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4, vocab_size=100, prefill_chunk=64)
+    return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4, vocab_size=100)
 
 
 def admitted(queue: Scheduler) -> list[str]:

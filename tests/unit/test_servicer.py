@@ -14,7 +14,7 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import (
@@ -55,13 +55,11 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert at.async_engine.num_open == 0
 
 
-async def test_an_answer_says_how_long_the_request_waited() -> None:
+async def test_the_time_in_the_queue_is_counted() -> None:
     async with served() as at:
         call = at.stub.Generate(tokenized(1, 2, sampling_params=pb.SamplingParams(max_tokens=4)))
         responses = [response async for response in call]
         assert responses[-1].complete.usage.completion_tokens == 4
-        trailing = await call.trailing_metadata()
-        assert 0.0 <= float(trailing["speclen-queue-s"]) < 5.0
         assert "speclen_request_queue_time_seconds_count 1.0" in generate_latest(at.metrics.registry).decode()
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from speclen.store import database, transaction
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
-from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, lock_path
 from speclen.store.queries import stored_reports
 from speclen.store.records import Commit
@@ -71,7 +71,7 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(store, suf
 
 
 def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(store, monkeypatch):
-    monkeypatch.setattr(Failpoints, "reach", lambda _, name: store.path.unlink() if name == "after_commit" else None)
+    monkeypatch.setattr(database, "write", lambda *arguments: (transaction.write(*arguments), store.path.unlink())[0])
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
 
 
@@ -234,11 +234,7 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(store, monkeypatch):
     """Later commits lie behind the cut, so the file is no shorter than before."""
     assert store_now(store, moment(range(1, 2000))) is None
     wal = store.path.with_name("s.db-wal")
-    monkeypatch.setattr(
-        Failpoints,
-        "reach",
-        lambda _, name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else None,
-    )
+    monkeypatch.setattr(transaction, "add_predictions", lambda *_: os.truncate(wal, wal.stat().st_size // 2))
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
 

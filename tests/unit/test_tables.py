@@ -73,7 +73,7 @@ def test_top_shows_the_ranges_that_a_worker_has():
         control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram, ms_per_token=ms)
         for low, high, length, ngram, ms in arms
     ]
-    assert [(each.batch_bucket, each.arm, each.ms_per_token) for each in map(range_of, choices)] == [
+    assert [(*map(range_of(choice).get, ("batch_bucket", "arm", "ms_per_token")),) for choice in choices] == [
         ("1-4", "n-gram else draft 2", pytest.approx(1.0)),
         ("5", "draft 1", pytest.approx(1.6)),
         ("6-9", "plain", None),

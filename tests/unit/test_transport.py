@@ -8,8 +8,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from speclen.transport.address import check_exposure, split_address
-from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_token, read_tokens
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import ClientSecurity, Keyring, ServerSecurity, read_token, read_tokens
 
 TOKEN = "0123456789abcdef"
 

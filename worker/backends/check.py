@@ -176,8 +176,11 @@ def check_model(
         plain = _plain_logits(plain_model, ids, num_tail)
         ragged = _ragged_logits(cached, ids, num_tail)
     except Exception as error:
+        why = first_line(error)
+        if "row_attention" in why:
+            why = "its layers do not hand the engine's arguments on to their attention"
         raise ModelError(
-            f"{name}: {config.model_type} does not run in ragged batches{_sharing(config)}: {_why(error)}"
+            f"{name}: {config.model_type} does not run in ragged batches{_sharing(config)}: {why}"
         ) from error
     finally:
         for row in range(len(ids)):
@@ -223,12 +226,6 @@ def _check_unseen_windows(config: Any, cached: PassModel, name: str) -> None:
             f"{name}: the window of {window} tokens in its configuration and what its layers of {config.model_type} do "
             "disagree, so its output would be wrong"
         )
-
-
-def _why(error: Exception) -> str:
-    if "row_attention" in str(error):
-        return "its layers do not hand the engine's arguments on to their attention"
-    return first_line(error)
 
 
 def _check_ids(cached: PassModel, plain_model: Any, longest: int, num_tail: int) -> list[list[int]]:

@@ -42,17 +42,12 @@ def usable_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def default_threads(num_cores: int, num_parameters: int) -> int:
-    """CPU threads for a model: one for a small one, at most all cores."""
-    return max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
-
-
 def set_threads(threads: int, pair: ModelPair) -> None:
     """Use that many threads from now on in the calling thread; 0: the default for the pair's target."""
     num_parameters = sum(parameter.numel() for parameter in pair.target.parameters())
     # Beyond a container's quota all threads stop for the rest of its period: fewer are faster.
     num_cores = max(1, int(min(len(usable_cores()), control_groups.cores())))
-    torch.set_num_threads(threads or default_threads(num_cores, num_parameters))
+    torch.set_num_threads(threads or max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD)))
 
 
 class ThreadChoice:
@@ -67,7 +62,7 @@ class ThreadChoice:
     def update(self, waited: float, free: float, now: float) -> int:
         """Threads to use from now on.
 
-        waited: as `waited_share`, and free: as `free_cores`, of the last interval. now: seconds.
+        waited: as `waited_share`, and free: idle cores, of the last interval. now: seconds.
         """
         if waited > CROWDED and self.threads > 1:
             failed = now < self._raised_at + TRIAL_S
@@ -116,11 +111,6 @@ def waited_share(before: Usage, after: Usage) -> float:
     return longest
 
 
-def free_cores(before: Usage, after: Usage) -> float:
-    """Idle cores in the interval, on average."""
-    return (after.idle - before.idle) / (after.at - before.at)
-
-
 async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
     """Call `use` whenever the number of threads changes, until cancelled."""
     cores = usable_cores()
@@ -130,7 +120,8 @@ async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
             await asyncio.sleep(INTERVAL_S)
             after = read_usage(cores)
             threads, waited = choice.threads, waited_share(before, after)
-            if choice.update(waited, free_cores(before, after), after.at) != threads:
+            idle_cores = (after.idle - before.idle) / (after.at - before.at)
+            if choice.update(waited, idle_cores, after.at) != threads:
                 log.info("CPU threads changed", threads=choice.threads, most=choice.most, waited=f"{waited:.0%}")
                 use(choice.threads)
             before = after

@@ -31,7 +31,7 @@ from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.outbox import Outbox, Totals, describe
 from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_proposals
+from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_prompts, plan_proposals
 from speclen.worker.engine.step_runner import StepRunner
 from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.models.loading import ModelPair
@@ -86,7 +86,6 @@ class Engine:
             prepared.max_kv_tokens,
             slack=config.max_proposed_tokens,
             vocab_size=pair.vocab_size,
-            prefill_chunk=config.prefill_chunk,
         )
         generator = torch.Generator(pair.device)
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
@@ -164,7 +163,7 @@ class Engine:
             **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
             num_waiting=self._inbox.num_incoming + len(self.scheduler.waiting),
-            num_kv_tokens_used=self.scheduler.num_kv_tokens(),
+            num_kv_tokens_used=sum(sequence.target_length for sequence in self.scheduler.rows),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
             num_looked_up_tokens=self.target.pool.num_looked_up_tokens,
             num_reused_tokens=self.target.pool.num_reused_tokens,
@@ -181,7 +180,7 @@ class Engine:
         try:
             stopping = False
             while not stopping:
-                stopping = self._inbox.wait(busy=not self.scheduler.is_idle)
+                stopping = self._inbox.wait(busy=bool(self.scheduler.rows or self.scheduler.waiting))
                 try:
                     self.step()
                 except Exception as error:
@@ -251,7 +250,8 @@ class Engine:
     def _plan(self) -> StepPlan:
         """Admit sequences, select the arm, and plan the next step."""
         num_new, prefilled = self._admit()
-        rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
+        rows = self.scheduler.decoding
+        chunks = plan_prompts(self.scheduler.rows[len(rows) :], self.config.prefill_chunk)
         prefilled = prefilled or bool(chunks)
         choice, proposals = ArmChoice(PLAIN), Proposals.none(0)
         if rows:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from speclen.records import OutputEvaluation, StepRecord
+from speclen.records import PLAIN, OutputEvaluation, StepRecord
 from speclen.worker.engine.outbox import Outbox
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.speculative import LaunchedStep
@@ -51,7 +51,7 @@ class StepExecutor:
             log.exception("%s failed together; they run apart", failed)
             first, *_ = [self.run(part, time.perf_counter()) for part in parts]
             return first
-        if plan.rows and plan.speculates:
+        if plan.rows and (plan.choice.arm, plan.proposals.arm) != (PLAIN, PLAIN):
             self.num_plain_steps = PLAIN_STEPS
             log.exception("proposals for %s failed; %d steps go on without", failed, PLAIN_STEPS)
             self.run(plan.plainly(), time.perf_counter())
@@ -117,7 +117,7 @@ class StepExecutor:
         """As Outbox.hand_out. A row without a token is tried again without proposals, which may be the cause."""
         if sequence.finished:  # its text could not be made meanwhile
             return 0
-        if not ids and sequence.num_output_tokens and sequence.may_propose:
+        if not ids and sequence.num_output_tokens and (sequence.may_draft or sequence.may_use_ngrams):
             log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
             sequence.go_on_plainly()
             self._runner.target.pool.clear_beyond(sequence.row, sequence.target_length)

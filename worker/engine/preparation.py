@@ -135,7 +135,8 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
         try:
             return [_load_openvino(one, config, pair) for one in named]
         except Exception as error:  # OpenVINO raises errors of all kinds for unknown operators.
-            reason = _last_line(error)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            reason = lines[-1][:300]  # where OpenVINO names the cause
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
     log.log(
@@ -144,12 +145,6 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
         reason,
     )
     return None
-
-
-def _last_line(error: Exception) -> str:
-    """Last line of an error, where OpenVINO names the cause. At most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1][:300]
 
 
 def _load_openvino(one: _Named, config: EngineConfig, pair: ModelPair) -> PassModel:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from speclen.worker.backends.passes import RowStore
-from speclen.worker.engine.step_plan import PromptChunk, plan_prompts
 from speclen.worker.requests.sequence import SequenceState
 
 
@@ -24,7 +23,7 @@ class Scheduler:
     """First come first served. A sequence gets a free row once its largest possible number of tokens fits.
 
     slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for sampling states,
-    made with the row. prefill_chunk: prompt tokens of a step.
+    made with the row.
     """
 
     def __init__(
@@ -36,14 +35,12 @@ class Scheduler:
         *,
         slack: int,
         vocab_size: int,
-        prefill_chunk: int,
     ) -> None:
         self._pools = [target_pool] if draft_pool is None else [target_pool, draft_pool]
         self._max_batch_size = max_batch_size
         self.max_kv_tokens = max_kv_tokens
         self._slack = slack
         self._vocab_size = vocab_size
-        self._prefill_chunk = prefill_chunk
         self.waiting: deque[SequenceState] = deque()  # for a row
         self.rows: list[SequenceState] = []
         self.num_drafting = 0
@@ -54,10 +51,6 @@ class Scheduler:
     def decoding(self) -> list[SequenceState]:
         """Sequences of rows 0..num_decoding-1."""
         return self.rows[: self.num_decoding]
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.rows and not self.waiting
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -76,10 +69,6 @@ class Scheduler:
                 f"max_tokens is {sampling.max_tokens}: with the prompt that may take {need} tokens of KV, but there are "
                 f"only {self.max_kv_tokens}"
             )
-
-    def num_kv_tokens(self) -> int:
-        """Tokens in all rows."""
-        return sum(sequence.target_length for sequence in self.rows)
 
     # Joining.
 
@@ -129,10 +118,6 @@ class Scheduler:
         if source is None and (sequence.num_left > 1 or sequence.request.grammar is not None):
             return None  # The sequences that held it have ended.
         return sequence, source
-
-    def next_prompts(self) -> list[PromptChunk]:
-        """Prompt chunks of the next step."""
-        return plan_prompts(self.rows[self.num_decoding :], self._prefill_chunk)
 
     # After a step.
 

@@ -119,11 +119,6 @@ class StepPlan:
         flags = {StepFlag.PREFILL} if self.prefilled else set()
         return flags | {StepFlag.MIXED_LENGTHS} if self.proposals.is_mixed else flags
 
-    @property
-    def speculates(self) -> bool:
-        """True if the selected arm proposes anything, or a request does."""
-        return self.choice.arm != PLAIN or self.proposals.arm != PLAIN
-
     def num_verified_tokens(self, ragged: bool) -> int:
         """Tokens of the rows in the target's pass. ragged: without padding to the longest row."""
         proposed = self.num_proposed

@@ -117,24 +117,19 @@ def add_generation(app: FastAPI, front: Front) -> None:
 def add_tokenizing(app: FastAPI, front: Front) -> None:
     engine, encoder = front.engine, front.engine.admission.encoder
 
-    async def text_of(body: TokenizeRequest, caller: str) -> str:
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
-        if body.messages is None:
-            return body.prompt or ""
-        add_prompt = body.add_generation_prompt is not False
-        return await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
-
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         check_model(body, front)
         caller = caller_of(request)
-        text = await text_of(body, caller)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        text = body.prompt or ""
+        if body.messages is not None:
+            add_prompt = body.add_generation_prompt is not False
+            text = await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
-        strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
-        limit = engine.max_sequence_tokens
-        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+        return json_response({"count": len(tokens), "max_model_len": engine.max_sequence_tokens, "tokens": tokens})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -242,18 +237,16 @@ def from_invalid_body(request: Request, error: RequestValidationError) -> ApiErr
     return from_invalid(complaints, error.body)
 
 
-def from_http_error(request: Request, error: HTTPException) -> ApiError:
-    """The error for an unknown path or method."""
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
 def itself(request: Request, error: Exception) -> Exception:
     return error
 
 
 ERRORS: dict[type[Exception], Callable[[Request, Any], Exception]] = {
     RequestValidationError: from_invalid_body,
-    HTTPException: from_http_error,
+    # An unknown path or method.
+    HTTPException: lambda request, error: ApiError(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+    ),
     ValueError: itself,
     RefusedError: itself,
     Exception: itself,

@@ -41,7 +41,7 @@ OF_REASON = {
 CODES = {"unauthenticated": "invalid_api_key"}  # of OpenAI's API, where ours is another word
 
 # Types of pydantic's errors for a value of the wrong kind: one for each kind that a field takes.
-WRONG_KIND = re.compile(r"\w+_type|literal_error")
+WRONG_KIND = re.compile(r"\w+_type|literal_error|missing")
 KIND = "Input should be "
 AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds that pydantic describes in Python's words
 MAX_PART = 40  # characters of a key of the body in an error

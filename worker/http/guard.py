@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.worker.http.errors import MAX_PART, ApiError, from_exception
 from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError

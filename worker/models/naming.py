@@ -5,9 +5,13 @@ A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected)
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BACKENDS = ("auto", "torch", "openvino")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -94,3 +98,15 @@ def _check_place(name: str, place: str) -> None:
         raise ModelError(f"{name}: a file, not a model; name the directory that holds config.json")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or place.startswith("."):
         raise ModelError(f"{name}: no such directory, and not a hub id; use a path, owner/name, or bundled:target")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def model_label(name: str, config: Mapping[str, Any]) -> str:
+    """Name with a digest of the model's configuration, which distinguishes models of one name."""
+    # Without path and version of the file, so that workers on all machines share a context.
+    what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    short = name if name.startswith("bundled:") else Path(name).name
+    return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
@@ -25,7 +23,6 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 
 # Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
 ANSWER_TOKENS = 160
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
 
@@ -69,7 +66,7 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
 
 
 class Profiler:
-    """Runs one profile; a context manager, which frees the engine's memory.
+    """Runs one profile.
 
     on_progress: called with the seconds so far, about once per visited cell.
     """
@@ -94,31 +91,14 @@ class Profiler:
         self._rows: dict[str, None] = {}  # ids of running requests, oldest first
         self._num_submitted = 0
         self._failed = False  # True if the engine gave sequences up
-        self._engine = self._make_engine(pair)
+        config = EngineConfig(
+            max_batch_size=settings.batch_sizes[-1],
+            max_speculation_length=settings.lengths[-1],
+            backend=settings.backend,
+            check_models=settings.check_models,
+        )
+        self._engine = Engine(pair, config, self._chooser)
         self._started = 0.0
-
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._engine
-
-    def _make_engine(self, pair: ModelPair) -> Engine:
-        """An engine for the largest batch size that fits, which is noted if smaller than wanted."""
-        while True:
-            largest = self._sizes()[-1]
-            config = EngineConfig(
-                max_batch_size=largest,
-                max_speculation_length=self.settings.lengths[-1],
-                backend=self.settings.backend,
-                check_models=self.settings.check_models,
-            )
-            try:
-                return Engine(pair, config, self._chooser)
-            except OUT_OF_MEMORY:
-                if largest == 1:
-                    raise
-                self._limit_batch_size(largest // 2)
 
     def _sizes(self) -> list[int]:
         """Batch sizes of the grid that fit, and the largest that fits when that is between two of them."""
@@ -126,9 +106,6 @@ class Profiler:
         if limit is None:
             return list(self.settings.batch_sizes)
         return sorted({size for size in self.settings.batch_sizes if size <= limit} | {limit})
-
-    def _limit_batch_size(self, largest: int) -> None:
-        self.samples.largest_batch_size = max(1, largest)
 
     # The loop.
 
@@ -205,7 +182,7 @@ class Profiler:
             if batch_size and self._elapsed() >= self.settings.budget_s:
                 return False
             if self._failed or (load.num_waiting and step is not None and StepFlag.PREFILL not in step.flags):
-                self._limit_batch_size(batch_size // 2 if self._failed else load.num_running)
+                self.samples.largest_batch_size = max(1, batch_size // 2 if self._failed else load.num_running)
                 self._failed = False
                 return False
 

@@ -42,33 +42,14 @@ def held_out_texts() -> list[str]:
 
 
 def texts_from_file(path: Path) -> list[str]:
-    """Prompts of a file: one a line as JSON strings or objects with "prompt" (*.jsonl), else separated by empty lines.
-
-    Raises ValueError naming the file.
-    """
+    """Prompts of a file, one JSON string a line. Raises ValueError naming the file."""
     try:
-        content = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        texts = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the prompts {path}: {error}") from error
-    if path.suffix == ".jsonl":
-        texts = [_prompt_of(line, path) for line in content.splitlines() if line.strip()]
-    else:
-        texts = [text.strip("\n") for text in content.split("\n\n")]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        raise ValueError(f"{path} holds no prompts: one JSON string a line (.jsonl), or texts separated by empty lines")
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f"{path} holds no prompts: write one JSON string a line")
     return texts
-
-
-def _prompt_of(line: str, path: Path) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}: a line is not JSON: {line[:40]!r}") from error
-    prompt = value.get("prompt") if isinstance(value, dict) else value
-    if not isinstance(prompt, str):
-        raise ValueError(f'{path}: a line has neither a string nor an object with "prompt": {line[:40]!r}')
-    return prompt
 
 
 class PromptSource:

@@ -1,7 +1,8 @@
-"""A worker's registration, and the timing of its control stream."""
+"""A worker's registration, the controller that it is for, and the timing of its control stream."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from speclen.records import Limits
@@ -54,3 +55,22 @@ class WorkerCard:
             policy=self.policy,
             run_id=self.run_id,
         )
+
+
+def controllers(addresses: str) -> list[str]:
+    """HOST:PORT, one or several with commas between; none for none."""
+    return [each.strip() for each in addresses.split(",") if each.strip()]
+
+
+def controller_of(addresses: str, context: pb.ContextKey) -> str:
+    """The controller of a worker; "" for none. The order of the addresses does not matter.
+
+    Rendezvous hashing (Thaler and Ravishankar 1998): the same on every machine, and few workers move when a controller is
+    added. Controllers exchange nothing, so workers that learn together need the same one: all of a pair and device.
+    """
+    shared = context.target, context.draft, context.device
+
+    def score(address: str) -> bytes:
+        return hashlib.sha256("\n".join([address, *shared]).encode()).digest()
+
+    return max(controllers(addresses), key=score, default="")

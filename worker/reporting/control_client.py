@@ -103,21 +103,16 @@ class ControlClient:
         while self._incoming:
             self._probes.append(self._incoming.popleft())
         if begun is None or not begun.fits(batch_size):
-            begun = self._begin_probe(batch_size)
-        if begun is None:
-            return None
+            now = self.clock()
+            self._probes = [each for each in self._probes if each.expires_at > now]
+            fitting = (each for each in self._probes if each.fits(batch_size))
+            begun = next((each for each in fitting if self.buffer.will_report(each.steps_left)), None)
+            if begun is None:
+                return None
+            self._probes.remove(begun)
         begun.steps_left -= 1
         self._begun = begun if begun.steps_left else None
         return begun.probe
-
-    def _begin_probe(self, batch_size: int) -> PendingProbe | None:
-        now = self.clock()
-        self._probes = [pending for pending in self._probes if pending.expires_at > now]
-        for pending in self._probes:
-            if pending.fits(batch_size) and self.buffer.will_report(pending.steps_left):
-                self._probes.remove(pending)
-                return pending
-        return None
 
     # The event loop's side.
 

@@ -90,7 +90,12 @@ class ControlStream:
     async def _converse_once(self) -> str:
         """One connection from start to end; returns the reason of its end."""
         try:
-            async with self._channel() as channel:
+            options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
+            async with (
+                aio.secure_channel(self._target, self._credentials, options=options)
+                if self._credentials
+                else aio.insecure_channel(self._target, options=options)
+            ) as channel:
                 await self._converse(rpc.ControlServiceStub(channel))
         except grpc.RpcError as error:
             return why(error)
@@ -99,12 +104,6 @@ class ControlStream:
         except StreamClosedError:
             pass
         return "closed by the controller"
-
-    def _channel(self) -> aio.Channel:
-        options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
-        if self._credentials:
-            return aio.secure_channel(self._target, self._credentials, options=options)
-        return aio.insecure_channel(self._target, options=options)
 
     async def _converse(self, stub: rpc.ControlServiceAsyncStub) -> None:
         registered, client = await self._register(stub), self._client
@@ -163,13 +162,9 @@ class ControlStream:
             if records:
                 sent_seq = records[-1].seq
             if len(records) < client.settings.group_size:
-                await asyncio.sleep(self._flush_interval_s(sent_seq))
-
-    def _flush_interval_s(self, num_steps: int) -> float:
-        """Delay of a report after so many steps."""
-        settings = self._client.settings
-        is_calm = num_steps >= settings.num_fresh_steps
-        return self._pace * max(settings.flush_interval_s, settings.calm_interval_s if is_calm else 0.0)
+                settings = client.settings
+                calm_s = settings.calm_interval_s if sent_seq >= settings.num_fresh_steps else 0.0
+                await asyncio.sleep(self._pace * max(settings.flush_interval_s, calm_s))
 
     @property
     def _pace(self) -> int:

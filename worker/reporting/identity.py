@@ -12,7 +12,7 @@ from speclen.transport.version import installed_version
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.models.devices import device_name
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.reporting.model_label import digest, model_label
+from speclen.worker.models.naming import digest, model_label
 
 
 def model_name(name: str, model: torch.nn.Module | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speclen.records import Arm, Choice, OutputEvaluation, Probe, StepFlag, StepRecord, Table
+from speclen.records import Arm, Choice, Probe, StepFlag, StepRecord, Table
 from speclen.v1 import control_pb2 as pb
 
 _CLASSES = (pb.REQUEST_CLASS_GREEDY, pb.REQUEST_CLASS_LOW_TEMPERATURE, pb.REQUEST_CLASS_HIGH_TEMPERATURE)
@@ -21,7 +21,10 @@ def to_report(record: StepRecord) -> pb.StepReport:
         pb.ClassHistogram(request_class=_CLASSES[kind], accepted_histogram=runs)
         for kind, runs in record.class_histograms
     ]
-    values["evaluations"] = [_to_evaluation(evaluation) for evaluation in record.evaluations]
+    values["evaluations"] = [
+        pb.OutputEvaluation(**one._asdict() | {"request_class": _CLASSES[one.request_class]})
+        for one in record.evaluations
+    ]
     return pb.StepReport(**values)
 
 
@@ -29,11 +32,6 @@ def _flat(record: StepRecord | Choice) -> dict[str, Any]:
     """The values of a record, with those of its arm beside the others."""
     values = record._asdict()
     return values | values.pop("arm")._asdict()
-
-
-def _to_evaluation(evaluation: OutputEvaluation) -> pb.OutputEvaluation:
-    values = evaluation._asdict()
-    return pb.OutputEvaluation(request_class=_CLASSES[values.pop("request_class")], **values)
 
 
 def to_table(version: int, choices: tuple[Choice, ...]) -> pb.LengthTable:

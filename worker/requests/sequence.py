@@ -101,11 +101,6 @@ class SequenceState:
         """True if the draft model may propose its next tokens; stays False once it is too long for that."""
         return len(self.tokens) < self._drafts_below
 
-    @property
-    def may_propose(self) -> bool:
-        """True if the draft model or n-grams may propose tokens for it."""
-        return self.may_draft or self.may_use_ngrams
-
     def go_on_plainly(self) -> None:
         """Allow no proposals from now on."""
         self._drafts_below, self.may_use_ngrams, self.ngram_index = 0, False, None

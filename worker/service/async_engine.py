@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
@@ -125,21 +125,20 @@ class AsyncEngine:
         stream: OutputStream,
         caller: str,
         arrived_at: float,
-        on_submit: Callable[[], None] = lambda: None,
         patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[Sequence[SequenceOutput]]]:
         """Run requests for the length of the block. The value: their outputs, until all have ended.
 
-        arrived_at: by time.monotonic. on_submit: called when the first sequence of a request goes to the engine.
-        patience_s: the caller's deadline. The block begins once all have a place in the queue. Raises ValueError naming the
-        field, QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
+        arrived_at: by time.monotonic. patience_s: the caller's deadline. The block begins once all have a place in the
+        queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while outputs are read, these
+        and RequestFailedError.
         """
         for one in requests:
             self.engine.check(one)
         leave, timeline = self.admission.fair_queue.leave, self.metrics.timeline
         runs = {one.request_id: Run(one, stream, timeline(one.sampling.n, arrived_at), leave) for one in requests}
         stream.on_output = lambda output: runs[output.request_id].saw(output)
-        tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
+        tasks = [asyncio.create_task(self._run(run, caller, patience_s)) for run in runs.values()]
         try:
             await asyncio.sleep(0)  # By now each is in the engine, in the queue, or refused.
             if stream.failure is not None:
@@ -152,20 +151,20 @@ class AsyncEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
+    async def _run(self, run: Run, caller: str, patience_s: float) -> None:
         """Run the request to its end; an error becomes the stream's failure."""
         run.stream.begun = True
         try:
             if run.stream.aborted:
                 run.abort_outside()
             else:
-                await self._serve(run, caller, on_submit, patience_s)
+                await self._serve(run, caller, patience_s)
         except Exception as error:
             run.stream.fail(error)
         finally:
             run.timeline.abandon()
 
-    async def _serve(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
+    async def _serve(self, run: Run, caller: str, patience_s: float) -> None:
         """Admit one sequence after the other, until the engine is done with all or the request is aborted."""
         request_id, fair_queue = run.request.request_id, self.admission.fair_queue
         if request_id in self._runs:  # over HTTP the worker chooses request ids
@@ -179,20 +178,15 @@ class AsyncEngine:
                     break
                 run.enter(entered_at)
                 self.engine.take([sequence])
-                if not sequence.index:
-                    on_submit()
             await run.ended.wait()
         finally:
             try:
-                await self._until_let_go(request_id)
+                # Until the engine has ended the request, its id and its place are taken.
+                while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
+                    await asyncio.sleep(LOOK_S)
             finally:
                 run.leave()
                 del self._runs[request_id]
-
-    async def _until_let_go(self, request_id: str) -> None:
-        """Wait until the engine has ended the request: until then its id and its place are taken."""
-        while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
-            await asyncio.sleep(LOOK_S)
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
         while stream.waiting or not all(run.ended.is_set() for run in runs.values()):

@@ -46,7 +46,12 @@ class Grammars:
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
         """The compiled grammar. Raises ValueError with one sentence, or QueueFullError when too many new ones wait."""
         if wanted not in self._prepared:
-            self._keep(wanted, await self.aside.do(caller, self._make, wanted))
+            self._prepared[wanted] = await self.aside.do(caller, self._make, wanted)
+            while len(self._prepared) > 1 and (
+                len(self._prepared) > MAX_CACHED
+                or sum(one.num_bytes for one in self._prepared.values()) > MAX_CACHED_BYTES
+            ):
+                self._prepared.popitem(last=False)
         self._prepared.move_to_end(wanted)
         return self._prepared[wanted]
 
@@ -79,13 +84,6 @@ class Grammars:
             raise ValueError(f"{wanted.field} cannot be used with this model's tokenizer: {error}") from error
         self._trial.facts = facts
         return made
-
-    def _keep(self, wanted: StructuredOutput, grammar: Grammar) -> None:
-        self._prepared[wanted] = grammar
-        while len(self._prepared) > 1 and (
-            len(self._prepared) > MAX_CACHED or sum(one.num_bytes for one in self._prepared.values()) > MAX_CACHED_BYTES
-        ):
-            self._prepared.popitem(last=False)
 
     def close(self) -> None:
         """Wait for the running trial, and end its process."""

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 
 from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.pages import serve_page
 from speclen.transport.probes import probed
-from speclen.transport.stopping import stop_event
-from speclen.transport.supervision import PartFailedError, Supervisor
+from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends import openvino
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
@@ -29,8 +29,8 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
+from speclen.worker.reporting.card import controller_of
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import load, model_facts
@@ -66,12 +66,6 @@ OpenFront = Callable[
 ]
 
 
-@contextlib.asynccontextmanager
-async def no_front(*_: object) -> AsyncIterator[str]:
-    """gRPC alone."""
-    yield ""
-
-
 async def create_server(
     address: str, servicer: GenerationServicer, security: ServerSecurity
 ) -> tuple[aio.Server, int, health.aio.HealthServicer]:
@@ -88,7 +82,11 @@ async def create_server(
     return server, security.add_port(server, address), health_servicer
 
 
-async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront = no_front) -> None:
+async def serve(
+    config: WorkerConfig,
+    progress: Callable[[str], None],
+    open_front: OpenFront = lambda *_: contextlib.nullcontext(""),
+) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running requests finish.
 
     Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot
@@ -147,8 +145,7 @@ def make_async_engine(
     model = config.served_model_name or config.target
     page = page_of(metrics.registry, model)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen, security, page)
-        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
+        serve_page(config.metrics_listen, page, security)
     return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
 
 

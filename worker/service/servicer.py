@@ -13,7 +13,7 @@ import grpc
 import structlog
 from grpc import aio
 
-from speclen.transport.keyring import Keyring
+from speclen.transport.credentials import Keyring
 from speclen.transport.logs import Sparse
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc
@@ -41,7 +41,6 @@ TOTALS = (
     *("num_kv_tokens_used", "num_kv_tokens_total", "num_steps", "num_row_steps"),
     *("num_generated_tokens", "num_draft_tokens", "num_accepted_tokens"),
 )
-QUEUE_METADATA = "speclen-queue-s"  # trailing metadata: seconds from arrival until the request went to the engine
 
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -94,14 +93,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
         check_answer_size([generation], self._engine.max_context_length)
-
-        def tell_queue_time() -> None:
-            context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
-
         write = functools.partial(self._write, stream, context)
         told: dict[int, list[SequenceOutput]] = {}  # by sequence
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
-        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time, patience_s)
+        running = self._async_engine.running([generation], stream, caller, arrived_at, patience_s)
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for output in by_sequence(outputs):

@@ -23,13 +23,16 @@ Matcher: TypeAlias = Any
 
 
 class Grammar:
-    """A compiled grammar for any number of outputs. end_ids: tokens that end an output. num_bytes: memory that it took."""
+    """A compiled grammar for any number of outputs. end_ids: tokens that end an output. num_bytes: memory that it took.
+
+    matcher: at the grammar's beginning; it stays there.
+    """
 
     def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int], num_bytes: int = 0) -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.end_ids = tuple(end_ids)
         self.num_bytes = num_bytes
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._end_ids = tuple(end_ids)
 
     def start(self, held_back: Sequence[int] = (), min_tokens: int = 0, go_on: bool = False) -> GrammarState:
         """State of a new output.
@@ -37,34 +40,26 @@ class Grammar:
         held_back: tokens forbidden before output position min_tokens. go_on: True if end tokens are always forbidden. Both
         unless the grammar allows nothing else.
         """
-        return GrammarState(self._matcher, self._vocab_size, self._end_ids, held_back, min_tokens, go_on)
+        return GrammarState(self, held_back, min_tokens, go_on)
 
 
 class GrammarState:
     """One output's position in its grammar, and the draft tokens read beyond it.
 
-    matcher: at the grammar's beginning; it stays there. failure: reason for which the grammar cannot be followed any
+    failure: reason for which the grammar cannot be followed any
     further, "" while it can. A matcher that fails on draft tokens is no failure, since the output may never come there:
     these are rejected, and another matcher is brought to the output's end.
     """
 
-    def __init__(
-        self,
-        matcher: Matcher,
-        vocab_size: int,
-        end_ids: Sequence[int],
-        held_back: Sequence[int],
-        min_tokens: int,
-        go_on: bool,
-    ) -> None:
+    def __init__(self, grammar: Grammar, held_back: Sequence[int], min_tokens: int, go_on: bool) -> None:
         self.failure = ""
-        self._matcher: Matcher | None = matcher.deep_copy()
-        self._kept, self._num_kept = matcher, 0  # a spare one, which has read so many output tokens
+        self._matcher: Matcher | None = grammar.matcher.deep_copy()
+        self._kept, self._num_kept = grammar.matcher, 0  # a spare one, which has read so many output tokens
         self._mask_s = 0.0  # recent mean time of a mask
-        self._vocab_size = vocab_size
-        self._end_ids = frozenset(end_ids)
+        self._vocab_size = grammar.vocab_size
+        self._end_ids = frozenset(grammar.end_ids)
         self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
-        self._all_ends = np.array([*end_ids], dtype=np.int64)
+        self._all_ends = np.array([*grammar.end_ids], dtype=np.int64)
         self._ends = self._all_ends if go_on else self._all_ends[:0]  # never
         self._min_tokens = min_tokens
         self._output: list[int] = []

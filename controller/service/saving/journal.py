@@ -11,18 +11,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.saving import rows
-from speclen.controller.service.saving.pending import Mark, Pair, Unsaved
 from speclen.controller.wire.stored import row_of
 from speclen.records import Decision, DriftEvent, Profile, StepRecord
 from speclen.store.database import Store
-from speclen.store.records import Commit, StateRow, StoreEventRow
+from speclen.store.records import (
+    Commit,
+    ContextLimitsRow,
+    ContextRow,
+    DecisionRow,
+    DriftEventRow,
+    ProfileRow,
+    StateRow,
+    StoreEventRow,
+    WorkerRow,
+)
 
 log = structlog.get_logger()
 
@@ -31,18 +43,40 @@ MAX_SHARE = 0.1
 # Reports on their way to a disk, some 500 bytes each. Beyond, streams wait for one that works, two seconds at 100,000 a
 # second; for one that does not the oldest raw rows are given up, and the estimates that contain them stay.
 MAX_WAITING_REPORTS = 200_000
+# Decisions and drift events kept while the disk is full; they are rare, this only bounds a runaway.
+MAX_EVENTS = 10_000
+
+Pair = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Unsaved:
+    """Changes of one pair of models since its last commit; contexts by context_id, workers by worker_id.
+
+    marks: by worker_id a worker, its epoch, and the seq up to which nothing is missing from it in this commit.
+    """
+
+    since: float
+    reports: list[tuple[object, ...]] = field(default_factory=list)
+    num_reports_dropped: int = 0
+    workers: dict[str, WorkerRow] = field(default_factory=dict)
+    marks: dict[str, tuple[Worker, int, int]] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    decisions: deque[DecisionRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    profiles: list[ProfileRow] = field(default_factory=list)
+    limits: list[ContextLimitsRow] = field(default_factory=list)
 
 
 class Journal:
     """Collects on the event loop, hands over to the store, and moves high-water marks when the disk has answered.
 
-    Without a store nothing is kept, and everything counts as saved at once. given_up: why, by pair, until a later commit of
-    it lands.
+    given_up: why, by pair, until a later commit of it lands.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        store: Store,
         estimator: Estimator,
         clock: Callable[[], float],
         interval_s: float = 1.0,
@@ -82,29 +116,33 @@ class Journal:
         if not worker.waiting:
             worker.noted_at = worker.last_seen_at
             unsaved = self._of(worker.context)
-            unsaved.workers[worker.worker_id] = rows.worker_row(worker)
-            unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.seqs.settled_seq)
+            unsaved.workers[worker.worker_id] = rows.filled(
+                WorkerRow, worker, worker.seqs, worker.limits, worker.context
+            )
+            unsaved.marks[worker.worker_id] = worker, worker.epoch, worker.seqs.settled_seq
 
     def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
         """Keep reports that were learned from, with the mark: everything up to the worker's applied_seq has been."""
         self.note_worker(worker)
-        if self.store is not None:
-            whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
-            self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
-            self._num_collected += len(steps)
-            if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
-                self._drop_oldest()
+        whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
+        self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
+        self._num_collected += len(steps)
+        if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
+            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Of the pair with the most rows."""
         fullest = max(self._unsaved.values(), key=lambda unsaved: len(unsaved.reports))
-        num = fullest.drop_oldest(self._num_collected - self.max_waiting_reports)
+        num = min(self._num_collected - self.max_waiting_reports, len(fullest.reports))
+        del fullest.reports[:num]
+        fullest.num_reports_dropped += num
         self._num_collected -= num
         self.num_reports_dropped += num
 
     def note_limits(self, context: Context, after_group_id: int) -> None:
         """The context was made or widened."""
-        self._of(context).limits.append(rows.limits_row(context, after_group_id, self.clock()))
+        row = ContextLimitsRow(context.context_id, *context.limits, after_group_id, self.clock())
+        self._of(context).limits.append(row)
 
     def note_decision(self, context: Context, decision: Decision, after_group_id: int) -> None:
         """Keep a decision of workers that are alike: the tables are kept for these. An isolated worker is an event."""
@@ -113,12 +151,15 @@ class Journal:
             unsaved.decisions.append(rows.decision_row(context, decision, after_group_id, self.clock()))
 
     def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
-        self._of(context).drift_events.append(rows.drift_row(context, event, after_group_id, self.clock()))
+        more = {"after_group_id": after_group_id, "detected_at": self.clock()}
+        self._of(context).drift_events.append(rows.filled(DriftEventRow, event, context, **more))
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
         profile_id = next(self._profile_ids)
-        self._of(context).profiles.append(rows.profile_row(profile_id, context, profile, after_group_id, self.clock()))
+        self._of(context).profiles.append(
+            ProfileRow(profile_id, context.context_id, profile, after_group_id, self.clock())
+        )
         return profile_id
 
     def note_context(self, context: Context) -> None:
@@ -127,7 +168,7 @@ class Journal:
 
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
         """Events of the store as a whole; handed over at once."""
-        if self.store is not None and events:
+        if events:
             self.store.submit(Commit(store_events=events), lambda error: None)
 
     # Commits.
@@ -155,9 +196,6 @@ class Journal:
         if pair in self._in_flight:
             return
         changes = self._in_flight[pair] = self._unsaved.pop(pair)
-        if self.store is None:
-            self._land(pair, None)
-            return
         try:
             commit = self._commit_of(pair, changes)
         except Exception as error:  # a mistake of ours about one pair is no reason not to save the others
@@ -179,7 +217,15 @@ class Journal:
     def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
         now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
         return Commit(
-            contexts=[rows.context_row(each, estimator.table(each.key).version, now) for each in contexts],
+            contexts=[
+                rows.filled(
+                    ContextRow,
+                    *(each, each.key, each.limits),
+                    decision_version=estimator.table(each.key).version,
+                    updated_at=now,
+                )
+                for each in contexts
+            ],
             workers=list(changes.workers.values()),
             reports=changes.reports,
             acceptance=rows.acceptance_rows(estimator, pair, now),
@@ -198,17 +244,17 @@ class Journal:
         changes = self._in_flight.pop(pair)
         self._num_collected -= len(changes.reports)
         if error is None:
-            self.num_commits += self.store is not None
+            self.num_commits += 1
             self.given_up.pop(pair, None)
         else:
             self.num_failed_commits += 1
             self.given_up[pair] = error
             log.error("a commit was given up, what was learned goes into the next", reason=str(error))
-        for mark in changes.marks.values():
-            if error is None:
-                mark.advance()
-            else:
-                self.note_worker(mark.worker)
+        for worker, epoch, seq in changes.marks.values():
+            if error is not None:
+                self.note_worker(worker)
+            elif worker.epoch == epoch:  # no other incarnation has registered meanwhile
+                worker.durable_seq = max(worker.durable_seq, seq)
         self._landed.set()
         self._look_for_room()
 
@@ -216,8 +262,7 @@ class Journal:
 
     def _look_for_room(self) -> None:
         """Streams wait for a slow disk, but not for a broken one: then learning goes on in memory."""
-        disk_works = self.store is not None and self.store.health().ok
-        if self._num_collected <= self.max_waiting_reports or not disk_works:
+        if self._num_collected <= self.max_waiting_reports or not self.store.health().ok:
             self._room.set()
         else:
             self._room.clear()

@@ -7,7 +7,7 @@ cannot be used is set aside as a store event, and its contexts begin anew, from 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import structlog
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Registry
 from speclen.controller.service.saving import rows
-from speclen.controller.wire.stored import profile_of
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_profiles
 from speclen.store.records import ProfileRow, StoredState, StoreEventRow, WorkerRow
@@ -25,14 +24,15 @@ log = structlog.get_logger()
 
 
 def restore(
-    estimator: Estimator, registry: Registry, stored: StoredState, database: Path | None = None
+    estimator: Estimator, registry: Registry, stored: StoredState, database: Path
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Go on where the stored state stopped; returns contexts that begin anew, and what could not be used."""
     contexts = {
         row.context_id: registry.add_context(Context(row.context_id, row.key, row.limits, row.created_at))
         for row in stored.contexts
     }
-    profiles = _profiles_of(contexts, database)
+    with closing(connect_reader(database)) as connection:
+        profiles = stored_profiles(connection)
     for context in contexts.values():
         estimator.add_context(context.key, context.limits)
         _seed(estimator, context, profiles)
@@ -62,18 +62,11 @@ def _restore_states(
     return forgotten, aside
 
 
-def _profiles_of(contexts: Collection[int], database: Path | None) -> list[ProfileRow]:
-    if database is None or not contexts:
-        return []
-    with closing(connect_reader(database)) as connection:
-        return [stored.profile for stored in stored_profiles(connection)]
-
-
 def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]) -> None:
     """Seed a context from its profiles. Those of policies that do not learn are not in the estimator's state."""
-    for profile in profiles:
-        if profile.context_id == context.context_id:
-            estimator.seed_profile(context.key, profile_of(profile))
+    for row in profiles:
+        if row.context_id == context.context_id:
+            estimator.seed_profile(context.key, row.profile)
 
 
 def _restore_worker(registry: Registry, row: WorkerRow, context: Context) -> list[StoreEventRow]:

@@ -7,18 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.sequence import SeqWindow
-from speclen.records import Decision, DriftEvent, Limits, Profile
-from speclen.store.records import (
-    AcceptanceRow,
-    ArmEstimateRow,
-    ContextLimitsRow,
-    ContextRow,
-    DecisionRow,
-    DriftEventRow,
-    ProfileCellRow,
-    ProfileRow,
-    WorkerRow,
-)
+from speclen.records import Decision, Limits
+from speclen.store.records import AcceptanceRow, ArmEstimateRow, DecisionRow, WorkerRow
 
 Row = TypeVar("Row", bound=NamedTuple)
 
@@ -30,18 +20,6 @@ def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
         return more[name] if name in more else next(getattr(each, name) for each in sources if hasattr(each, name))
 
     return row_class(*map(value, row_class._fields))
-
-
-def context_row(context: Context, version: int, now: float) -> ContextRow:
-    return filled(ContextRow, context, context.key, context.limits, decision_version=version, updated_at=now)
-
-
-def limits_row(context: Context, after_group_id: int, now: float) -> ContextLimitsRow:
-    return ContextLimitsRow(context.context_id, *context.limits, after_group_id, now)
-
-
-def worker_row(worker: Worker) -> WorkerRow:
-    return filled(WorkerRow, worker, worker.seqs, worker.limits, worker.context)
 
 
 def worker_of(row: WorkerRow, context: Context) -> Worker:
@@ -88,13 +66,3 @@ def decision_row(context: Context, decision: Decision, after_group_id: int, now:
         after_group_id=after_group_id,
         decided_at=now,
     )
-
-
-def drift_row(context: Context, event: DriftEvent, after_group_id: int, now: float) -> DriftEventRow:
-    return filled(DriftEventRow, event, context, after_group_id=after_group_id, detected_at=now)
-
-
-def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:
-    cells = tuple(ProfileCellRow(*cell) for cell in profile.cells)
-    more = {"profile_id": profile_id, "after_group_id": after_group_id, "imported_at": now, "cells": cells}
-    return filled(ProfileRow, profile, context, **more)

@@ -138,7 +138,6 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
     """Streams chunks as tokens are produced, then one completion per sequence, and ends.
     INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
     engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
-    Trailing metadata `speclen-queue-s`: seconds from arrival until the request went to the engine.
     """
 
     Abort: _GenerationServiceAbortType
@@ -184,7 +183,6 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
         INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
         engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
-        Trailing metadata `speclen-queue-s`: seconds from arrival until the request went to the engine.
         """
 
     @abc.abstractmethod

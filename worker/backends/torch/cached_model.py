@@ -45,18 +45,14 @@ class CachedModel:
         """
         parts = equal_parts(parts)
         if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
-            return [self.forward_batch(parts[0])]
+            attention = self._attention(parts[0])
+            with without_plans(self.device):
+                return [self.run(parts[0].ids, attention.positions, attention, parts[0].num_logits)]
         return self.forward_packed(parts)
 
     def use_threads(self, num_threads: int) -> None:
         """As PassModel; torch has one number for all models."""
         torch.set_num_threads(num_threads)
-
-    def forward_batch(self, part: PassPart) -> torch.Tensor:
-        """Logits [rows, num_logits, vocab] of rows with equally many tokens."""
-        attention = self._attention(part)
-        with without_plans(self.device):
-            return self.run(part.ids, attention.positions, attention, part.num_logits)
 
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
