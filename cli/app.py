@@ -139,7 +139,8 @@ def names_of(command: Any) -> set[str]:
 
 def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, Any]:
     """The values under the names that click knows the command's parameters by; sub-commands are sub-sections."""
-    names = {p.name.replace("_", "-"): p.name for p in command.params if p.name}
+    parameters = {p.name: p for p in command.params if p.name}
+    names = {name.replace("_", "-"): name for name in parameters}
     subcommands = getattr(command, "commands", {})
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -149,9 +150,27 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
         name = names.get(key.replace("_", "-"))
         if name is None:
             raise UserError(f"{where} has no setting {key!r}{suggestion(key, [*names, *subcommands])}")
-        # As words, which are read as those of a flag are: of a number 3.9 would become 3.
-        checked[name] = [*map(str, value)] if isinstance(value, list) else str(value)
+        if wanted := not_of_its_type(value, parameters[name]):
+            raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
+        checked[name] = value
     return checked
+
+
+def not_of_its_type(value: Any, parameter: Any) -> str:
+    """The kind that a value of a TOML file must have, "" if it has. click would cut 3.9 to 3, and take true for 1.
+
+    A string is taken for whatever it says, as in a variable.
+    """
+    if isinstance(value, str):
+        return ""
+    if getattr(parameter, "multiple", False) or parameter.nargs != 1:
+        return "" if isinstance(value, list) else "a list"
+    taken, wanted = {
+        "bool": ((bool,), "true or false"),
+        "int": ((int,), "a whole number"),
+        "float": ((int, float), "a number"),
+    }.get(getattr(parameter.type_descriptor.annotation, "__name__", "str"), ((int, float), "a string"))
+    return "" if type(value) in taken else wanted
 
 
 def suggestion(word: str, known: Any) -> str:

@@ -28,10 +28,7 @@ OLDEST_SAFE_SQLITE = (3, 51, 3)
 MOST_SAID = 200  # characters of an error that are repeated
 
 # What to do about a damaged file: about a database, and about a copy of one.
-BEGIN_ANEW = (
-    "restore a backup over it, or let the controller start anew with --move-corrupt-aside "
-    "(SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE=1 in the environment)."
-)
+BEGIN_ANEW = "restore a backup over it, or let the controller start anew with --move-corrupt-aside."
 ANOTHER_COPY = "take another copy."
 
 # sqlite3.Connection of whichever module was found above.

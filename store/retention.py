@@ -31,6 +31,13 @@ class Retention:
         """Size of the file beyond which the oldest reports go, whatever their number."""
         return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
 
+    def __post_init__(self) -> None:
+        if self.max_report_rows < 1 or self.max_event_rows < 1:
+            raise ValueError("retention needs at least one row of each kind: give a positive number of rows.")
+        for days in (self.max_days, self.max_prediction_days):
+            if not days > 0:
+                raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
+
 
 # For programs that open a database in place of its controller, whose retention they do not know.
 KEEP_REPORTS = Retention(max_report_rows=2**62, max_days=math.inf)

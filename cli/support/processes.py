@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,7 @@ class Child:
     def last_line(self) -> str:
         """The last line that this life has logged, which names the cause when a process has ended by itself."""
         lines = self._logged().strip().splitlines()
-        return lines[-1].removeprefix("speclen: ") if lines else "it printed nothing"
+        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
 
     def _logged(self) -> str:
         """All that this life has logged; nothing where somebody has cleared up."""
@@ -105,6 +106,14 @@ class Child:
                 return log.read().decode("utf-8", errors="replace")
         except FileNotFoundError:
             return ""
+
+    def with_variables(self, sentence: str) -> str:
+        """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
+        return re.sub(
+            r"--move-corrupt-aside\b",
+            f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment",
+            sentence,
+        )
 
     def new_remarks(self) -> list[str]:
         """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start.

@@ -72,9 +72,10 @@ def test_a_flag_is_stronger_than_both(tmp_path):
         ('[generate]\nwroker = "x"\n', "'wroker'; did you mean 'worker'"),
         ("[generate\n", "not valid TOML"),
         ("generate = 1\n", "[generate]"),
-        ("[generate]\nmax_tokens = 3.9\n", "Invalid value for '--max-tokens'"),
-        ("[generate]\nmax-tokens = true\n", "Invalid value for '--max-tokens'"),
-        ("[generate]\ntemperature = [1]\n", "Invalid value for '--temperature'"),
+        ("[generate]\nmax_tokens = 3.9\n", "max_tokens is 3.9, but must be a whole number"),
+        ("[generate]\nmax-tokens = true\n", "max-tokens is True, but must be a whole number"),
+        ("[generate]\ntemperature = [1]\n", "temperature is [1], but must be a number"),
+        ("[generate]\nworker = 2024-01-01\n", "must be a string"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, config, words):

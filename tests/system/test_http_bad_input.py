@@ -103,8 +103,12 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
         ("prompt", [[5, "a"]], "prompt.0.1: input should be a valid integer"),
         ("prompt", [1.5], "prompt.0: input should be a valid integer or a valid string or a valid list"),
         ("speculation", "x", "speculation: input should be a valid integer or 'auto' or 'off'"),
-        ("messages", [{"role": "user", "content": LONG}], "messages.0.content.1.type: input should be 'text'"),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: field required"),
+        (
+            "messages",
+            [{"role": "user", "content": LONG}],
+            "messages.0.content.1.type: input should be 'text' or 'refusal'",
+        ),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0: text is missing"),
         ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
         (
             "structured_outputs",

@@ -7,7 +7,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from speclen.transport.credentials import ServerSecurity, check_pages
-from speclen.transport.pages import serve_page
 from speclen.worker.observing.metrics import WorkerMetrics
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
@@ -65,7 +64,7 @@ def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
     with pytest.raises(ValueError, match="--tls-client-ca, use"):
         check_pages("0.0.0.0:9090", ServerSecurity(made.server.cert, made.server.key), insecure=False)
     check_pages("0.0.0.0:9090", security, insecure=False)
-    serve_page(address, metrics.registry, security)
+    metrics.serve(address, security)
     context = ssl.create_default_context(cafile=made.authority.cert)
     with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):
         urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()

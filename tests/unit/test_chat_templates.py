@@ -52,6 +52,11 @@ def test_nothing_is_missed_of_empty_messages_and_beside_calls_of_tools():
     assert prompt(KNOWN_ROLES, called, {"role": "tool"}, {"role": "user", "content": "Hi"}) == "<user>Hi"
 
 
+@pytest.mark.parametrize("said", [{"content": [{"type": "refusal", "refusal": "No."}]}, {"refusal": "No."}])
+def test_a_refusal_is_the_assistants_text(said):
+    assert prompt(STRINGS, {"role": "assistant", **said}) == "<assistant>No."
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

@@ -9,16 +9,29 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from speclen.worker.http.answers import chat_logprobs
-from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode
+from speclen.worker.http.logprobs import chat_logprobs
+from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode, make_token_bytes
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models
 
 
-def test_a_token_that_is_a_part_of_a_character_has_no_bytes() -> None:
-    ids = tiny_models.tokenizer().encode("aé")
-    told = chat_logprobs(ids, [TokenLogprobs(-1.0, (), ())] * 3, make_decode(tiny_models.tokenizer(), False))
-    assert [each["bytes"] for each in told["content"]] == [[97], None, None]
+@pytest.mark.parametrize("text", ["🙂 é北", "naïve", "tab\t\x85\xad"])
+def test_the_bytes_of_tokens_put_together_are_the_texts(text: str) -> None:
+    """Also of those that have no text by themselves, being a part of a character."""
+    tokenizer = tiny_models.tokenizer()
+    token_bytes = make_token_bytes(tokenizer)
+    ids = tokenizer.encode(text)
+    assert b"".join(token_bytes(token) or b"" for token in ids) == text.encode()
+    told = chat_logprobs(ids, [TokenLogprobs(-1.0, (), ())] * len(ids), make_decode(tokenizer, False), token_bytes)
+    assert bytes(byte for each in told["content"] for byte in each["bytes"]) == text.encode()
+
+
+def test_a_byte_that_has_a_number_for_a_name() -> None:
+    class Vocabulary:
+        def convert_ids_to_tokens(self, token: int) -> str | None:
+            return ["<0xE2>", "▁word", None][token]
+
+    assert [make_token_bytes(Vocabulary())(token) for token in range(3)] == [b"\xe2", None, None]
 
 
 def sentencepiece_style() -> PreTrainedTokenizerFast:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
+
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
@@ -85,6 +87,14 @@ def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
     assert free < VACUUM_ABOVE_PAGES
     assert store.path.stat().st_size < before / 2
     assert rows(store.path, "PRAGMA integrity_check") == [("ok",)]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_report_rows": 0}, {"max_days": 0.0}, {"max_days": float("nan")}, {"max_prediction_days": -1.0}]
+)
+def test_a_retention_that_keeps_nothing_is_refused(changes):
+    with pytest.raises(ValueError, match="positive number"):
+        Retention(**changes)
 
 
 def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):

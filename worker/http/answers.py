@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
 from speclen.worker.http.translate import Job
-from speclen.worker.requests.detokenize import REPLACEMENT, Decode, make_decode
-from speclen.worker.requests.request import SequenceOutput, TokenLogprobs, by_sequence, joined
+from speclen.worker.requests.detokenize import make_decode, make_token_bytes
+from speclen.worker.requests.request import SequenceOutput, by_sequence, joined
 
-LEAST = -9999.0  # JSON has no -inf, nor NaN
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
 
 
@@ -27,14 +26,56 @@ class Choice:
     last: SequenceOutput | None = None
 
 
+@dataclass(slots=True)
+class SpeculationStatistics:
+    """Speculation counts over all sequences of a request, as vLLM reports them. Steps without a draft do not count.
+
+    accepted[j]: steps that accepted and kept exactly j draft tokens. num_spec_tokens: the longest draft of a step.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_spec_tokens: int = 0
+    _last: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+
+    def saw(self, output: SequenceOutput) -> None:
+        """Count every output, in order: each is one step, by which its totals grew."""
+        key = output.request_id, output.index
+        drafted_before, accepted_before = self._last.get(key, (0, 0))
+        self._last[key] = output.num_draft_tokens, output.num_accepted_tokens
+        drafted = output.num_draft_tokens - drafted_before
+        if not drafted:
+            return
+        run = output.num_accepted_tokens - accepted_before
+        self.accepted += [0] * (run + 1 - len(self.accepted))
+        self.accepted[run] += 1
+        self.num_draft_tokens += drafted
+        self.num_spec_tokens = max(self.num_spec_tokens, drafted)
+
+    def as_dict(self) -> dict[str, Any]:
+        num_steps = sum(self.accepted)
+        num_accepted = sum(run * count for run, count in enumerate(self.accepted))
+        return {
+            "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+            "draft_acceptance_rate": num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0,
+            "acceptance_histogram": self.accepted,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.num_spec_tokens,
+        }
+
+
 class Answer:
     """Answer to one job. tokenizer: for the text of tokens with log probabilities."""
 
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
         self._decode = make_decode(tokenizer, skip_special_tokens=False)
+        self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
         self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
+        self._statistics = SpeculationStatistics()
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         options = job.body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
@@ -108,13 +149,15 @@ class Answer:
     def usage(self) -> dict[str, int]:
         """Tokens so far; a prompt counts once, however many sequences it has."""
         prompt = sum(len(one.prompt_ids) for one in self.job.requests)
-        completion = self._total("num_completion_tokens")
+        completion = sum(choice.last.num_completion_tokens for choice in self._choices if choice.last is not None)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _note(self, output: SequenceOutput) -> Choice:
         """The choice of an output, each of which counts once, in order."""
         choice = self._choices[self._first[output.request_id] + output.index]
         choice.last = output
+        if self.job.body.include_metrics:
+            self._statistics.saw(output)
         return choice
 
     def _common(self, choice: Choice, output: SequenceOutput | None) -> dict[str, Any]:
@@ -147,7 +190,7 @@ class Answer:
         if not self._wants_logprobs or not output.token_ids:
             return None
         if self.job.chat:
-            return chat_logprobs(output.token_ids, output.logprobs, self._decode)
+            return chat_logprobs(output.token_ids, output.logprobs, self._decode, self._token_bytes)
         shape = completion_logprobs(output.token_ids, output.logprobs, self._decode, choice.offset)
         choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
         return shape
@@ -155,73 +198,4 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         if not self.job.body.include_metrics:
             return {}
-        steps, drafted = self._total("num_steps"), self._total("num_draft_tokens")
-        accepted = self._total("num_accepted_tokens")
-        return {
-            "metrics": {
-                "speculative_decoding": {
-                    "num_steps": steps,
-                    "num_draft_tokens": drafted,
-                    "num_accepted_draft_tokens": accepted,
-                    "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-                    "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-                }
-            }
-        }
-
-    def _total(self, name: str) -> int:
-        """A count of outputs, summed over all sequences."""
-        return sum(getattr(choice.last, name) for choice in self._choices if choice.last is not None)
-
-
-def completion_logprobs(
-    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, offset: int
-) -> dict[str, Any]:
-    """Parallel lists, one entry a token. offset: characters of the output before the first of them.
-
-    As in vLLM, tokens are decoded one by one, and offsets are sums of their lengths.
-    """
-    tokens = [decode([token]) for token in ids]
-    offsets, at = [], offset
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite(one.logprob) for one in logprobs],
-        "top_logprobs": [by_text(text, one, decode) for text, one in zip(tokens, logprobs, strict=True)],
-        "text_offset": offsets,
-    }
-
-
-def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
-    """Log probabilities by text. Tokens of one text share an entry: the chosen token's, or the likeliest."""
-    entries = {token: finite(one.logprob)}
-    for other, logprob in pairs(one):
-        entries.setdefault(decode([other]), finite(logprob))
-    return entries
-
-
-def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
-    """Entries of a chat. The bytes of a token that is a part of a character are null."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = decode([token])
-        told = None if REPLACEMENT in text else list(text.encode("utf-8", errors="replace"))
-        return {"token": text, "logprob": finite(logprob), "bytes": told}
-
-    return {
-        "content": [
-            entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in pairs(one)]}
-            for token, one in zip(ids, logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
-
-
-def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:
-    return list(zip(one.top_ids, one.top_logprobs, strict=True))
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, LEAST) if math.isfinite(logprob) else LEAST
+        return {"metrics": {"speculative_decoding": self._statistics.as_dict()}}

@@ -49,8 +49,8 @@ async def chat_prompt(
 def to_dict(message: Message) -> dict[str, Any]:
     """A message with its content as one string, which most templates expect."""
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
-    return {**(message.model_extra or {}), "role": message.role, "content": text}
+    text = content if isinstance(content, str) else "\n".join(part.said for part in content or ())
+    return {**(message.model_extra or {}), "role": message.role, "content": text or message.refusal or ""}
 
 
 def render(tokenizer: Any, options: dict[str, Any], extra: dict[str, Any], conversation: Conversation) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from speclen.worker.requests.validation import MAX_ENTRIES, MAX_SEED, MAX_STOP_STRINGS, MIN_SEED
 
@@ -133,13 +133,25 @@ class CompletionRequest(Sampling):
 
 
 class Part(Body):
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = Field(None, description="An assistant's, as its answer had it.")
+
+    @property
+    def said(self) -> str:
+        return (self.text if self.type == "text" else self.refusal) or ""
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> Part:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"{self.type} is missing")
+        return self
 
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    refusal: str | None = Field(None, description="An assistant's, in place of content.")
 
 
 Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -5,13 +5,17 @@ Counters and gauges of the engine are read at a scrape; the rest is updated on t
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import Metric
 
+from speclen.transport.credentials import ServerSecurity
 from speclen.transport.families import Families
+from speclen.transport.pages import serve_page
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import FinishReason, RefusedError, SequenceOutput
@@ -27,7 +31,7 @@ REASONS = (INVALID, *(kind.reason for kind in RefusedError.__subclasses__()), IN
 
 
 class WorkerMetrics:
-    """The worker's registry, and the collector of the engine's and the control client's counts."""
+    """The worker's registry, its page, and the collector of the engine's and the control client's counts."""
 
     def __init__(
         self,
@@ -43,9 +47,29 @@ class WorkerMetrics:
         self._num_at_admission = num_at_admission
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self._thread: threading.Thread | None = None  # serves the page
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
         )
+
+    def serve(
+        self,
+        address: str,
+        security: ServerSecurity = ServerSecurity(),  # noqa: B008
+        page: CollectorRegistry | None = None,
+    ) -> None:
+        """Serve the page, by default this registry, on HOST:PORT from a thread.
+
+        Raises OSError when the port is taken, ValueError for no address.
+        """
+        self._thread = serve_page(address, self.registry if page is None else page, security).thread
+
+    async def keep_page(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
+        """Serve the page, if it is not served, until its thread ends. Raises as `serve`."""
+        if self._thread is None or not self._thread.is_alive():
+            self.serve(address, security, page)
+        while self._thread is not None and self._thread.is_alive():
+            await asyncio.sleep(1.0)
 
     def collect(self) -> Iterator[Metric]:
         load, control, gauge, counter = self._engine.load(), self._control, FAMILIES.gauge, FAMILIES.counter

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
 MAX_HELD_TOKENS = 32  # after so many without a whole character none will come
@@ -11,6 +14,9 @@ CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenize
 MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
+BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
+
+FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
@@ -26,6 +32,23 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     return lambda ids: tokenizer.decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
+    """A function from token to bytes, by the token's name in the vocabulary; None where that is no name for bytes.
+
+    For tokens that are a part of a character, which have no text: byte-level BPE names every byte by a visible character
+    (GPT-2), byte fallback by its number.
+    """
+
+    def token_bytes(token: int) -> bytes | None:
+        name = tokenizer.convert_ids_to_tokens(token) or ""
+        if (fallback := FALLBACK_BYTE.fullmatch(name)) is not None:
+            return bytes([int(fallback[1], 16)])
+        known = [BYTE_OF.get(char) for char in name]
+        return bytes(byte for byte in known if byte is not None) if known and None not in known else None
+
+    return token_bytes
 
 
 class Detokenizer:

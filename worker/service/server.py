@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.pages import serve_page
 from speclen.transport.probes import probed
 from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
@@ -145,7 +144,8 @@ def make_async_engine(
     model = config.served_model_name or config.target
     page = page_of(metrics.registry, model)
     if config.metrics_listen:
-        serve_page(config.metrics_listen, page, security)
+        metrics.serve(config.metrics_listen, security, page)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
     return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
 
 
