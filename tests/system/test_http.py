@@ -192,23 +192,27 @@ def test_statistics_of_speculation_where_asked_for(client):
     asked = GREEDY | {"extra_body": GREEDY["extra_body"] | {"include_metrics": True}}
     got = client.completions.create(prompt=PROMPT, n=2, **asked)
     found = got.metrics["speculative_decoding"]
-    assert found["num_draft_tokens"] >= found["num_accepted_draft_tokens"] > 0
-    assert found["num_accepted_draft_tokens"] + found["num_steps"] == got.usage.completion_tokens - 2
-    assert found["mean_acceptance_length"] == pytest.approx(1 + found["num_accepted_draft_tokens"] / found["num_steps"])
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == found["num_spec_steps"] > 0
+    assert sum(j * steps for j, steps in enumerate(histogram)) == found["num_accepted_draft_tokens"] > 0
+    assert found["num_draft_tokens"] >= found["num_accepted_draft_tokens"]
+    assert found["mean_acceptance_length"] == pytest.approx(
+        1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    )
     *_, last = client.completions.create(prompt=PROMPT, n=2, stream=True, **asked)
     assert last.metrics["speculative_decoding"] == found
     plain = GREEDY | {"extra_body": asked["extra_body"] | {"speculation": "off"}}
     none = client.completions.create(prompt=PROMPT, **plain).metrics["speculative_decoding"]
-    assert (none["num_draft_tokens"], none["mean_acceptance_length"], none["draft_acceptance_rate"]) == (0, 1.0, 0.0)
+    assert (none["num_spec_steps"], none["mean_acceptance_length"], none["draft_acceptance_rate"]) == (0, 1.0, 0.0)
     assert not hasattr(client.completions.create(prompt=PROMPT, **GREEDY), "metrics")
 
 
 def test_tokens_and_text(worker):
     text = "def f(x): ä 😀"
     url = worker.url
-    got = httpx.post(f"{url}/tokenize", json={"prompt": text}).json()
+    got = httpx.post(f"{url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert got["tokens"] == tiny_models.tokenizer()(text)["input_ids"]
-    assert got["count"] == len(got["tokens"])
+    assert got["count"] == len(got["tokens"]) == len(got["token_strs"])
     assert httpx.post(f"{url}/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": text}
     chat = httpx.post(f"{url}/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
     assert chat["tokens"] == tiny_models.tokenizer()("<user>Hi<assistant>")["input_ids"]

@@ -1,4 +1,4 @@
-"""A chat template gets every message as a text, and its faults are the caller's to hear of."""
+"""A chat template gets every message in a form that it reads, and its faults are the caller's to hear of."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from speclen.worker.http.schema import Message
 from tests.support import tiny_models
 
 STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
-# As of models that see images.
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
+# As of some models that see images: the system's content is a text, the others' are parts.
+MIXED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'system' %}{{ m.content | trim }}{% else %}"
+    "{{ m.content[0]['text'] }}{% endif %}{% endfor %}"
+)
+CONCATENATING = "{% for m in messages %}{{ '<' + m.role + '>' + m.content[0].text }}{% endfor %}"
 KNOWN_ROLES = (
     "{% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -29,21 +34,20 @@ def prompt(template: str, *messages: dict[str, Any], **extra: Any) -> str:
     return render(tiny_models.tokenizer(), options, extra, conversation)
 
 
-@pytest.mark.parametrize("template", [STRINGS, KNOWN_ROLES])
-def test_texts_reach_the_prompt(template):
+@pytest.mark.parametrize("template", [STRINGS, PARTS, MIXED, CONCATENATING, KNOWN_ROLES])
+def test_texts_reach_the_prompt_whatever_form_the_template_reads(template):
     assert prompt(template, *SYSTEM_AND_USER) == "<system>Be short.<user>Hi"
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
     assert prompt(template, {"role": "user", "content": parts}) == "<user>Hi\nthere"
 
 
-@pytest.mark.parametrize(
-    ("template", "num_before"),
-    [(KNOWN_ROLES, 1), ("{{ messages[0].content }}", 1), ("no messages at all", 0), (PARTS, 0)],
-)
-def test_a_text_that_does_not_reach_the_prompt_is_an_error(template, num_before):
+@pytest.mark.parametrize("template", [KNOWN_ROLES, "{{ messages[0].content }}", "no messages at all"])
+def test_a_text_that_does_not_reach_the_prompt_is_an_error(template):
     """Also where it happens to stand in the prompt: 'e' does."""
     with pytest.raises(ApiError, match=r"messages\.\d: .* leaves out the text of .* role 'developer'") as told:
-        prompt(template, *[SYSTEM_AND_USER[0]] * num_before, {"role": "developer", "content": "e"})
+        prompt(
+            template, *[SYSTEM_AND_USER[0]] * (template != "no messages at all"), {"role": "developer", "content": "e"}
+        )
     assert (told.value.status, told.value.param) == (400, "messages")
 
 

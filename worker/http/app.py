@@ -129,7 +129,9 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
             text = await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
-        return json_response({"count": len(tokens), "max_model_len": engine.max_sequence_tokens, "tokens": tokens})
+        strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
+        limit = engine.max_sequence_tokens
+        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:

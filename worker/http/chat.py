@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
 from speclen.worker.http.errors import ApiError
@@ -62,8 +62,7 @@ def render(tokenizer: Any, options: dict[str, Any], extra: dict[str, Any], conve
     if taken := reserved & extra.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
     fill = functools.partial(filled, tokenizer, options | extra)
-    check_whole(fill, conversation)
-    return fill(conversation)
+    return fill(formed(fill, conversation))
 
 
 def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) -> str:
@@ -76,25 +75,52 @@ def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) 
         raise ApiError(400, f"messages do not fit the model's chat template: {reason}", "messages") from error
 
 
-def check_whole(fill: Fill, conversation: Conversation) -> None:
-    """Raises ApiError where the template leaves out the text of a message, found by a mark in place of each.
+def formed(fill: Fill, conversation: Conversation) -> Conversation:
+    """The conversation in the template's form: contents are strings, or lists of parts where it drops strings.
 
-    With tool calls many templates drop the text on purpose.
+    Raises ApiError for a message whose text is in the prompt in neither form.
     """
-    marked, expected = list(conversation), set()
-    for index, message in enumerate(conversation):
-        if message["content"] and not message.get("tool_calls"):
-            marked[index] = message | {"content": f"{MARK}{index:06}"}
-            expected.add(index)
-    try:
-        prompt = fill(marked)
-    except ApiError:
-        return  # it refuses; filling it in raises the reason
-    if lost := expected - {int(number) for number in re.findall(rf"{MARK}(\d{{6}})", prompt, re.IGNORECASE)}:
-        first = min(lost)
+    lost_as_text = lost(fill, conversation)
+    if lost_as_text == set():
+        return conversation
+    in_parts = as_parts(conversation, set(range(len(conversation))) if lost_as_text is None else lost_as_text)
+    lost_in_parts = lost(fill, in_parts)
+    if lost_as_text is None and lost_in_parts is None:
+        return conversation  # it refuses both; filling it in raises the reason
+    left_out = lost_as_text if lost_in_parts is None else lost_in_parts
+    if left_out:
+        first = min(left_out)
         raise ApiError(
             400,
             f"messages.{first}: the model's chat template leaves out the text of this message of the role "
             f"{conversation[first]['role']!r}: give it another role, or start the worker with another --chat-template",
             "messages",
         )
+    return in_parts
+
+
+def lost(fill: Fill, conversation: Conversation) -> set[int] | None:
+    """Indices of messages whose text is not in the prompt, found by a mark for each. None: the template refuses.
+
+    With tool calls many templates drop the text on purpose.
+    """
+    marked, expected = list(conversation), set()
+    for index, message in enumerate(conversation):
+        if message["content"] and not message.get("tool_calls"):
+            mark = f"{MARK}{index:06}"
+            content = mark if isinstance(message["content"], str) else [{"type": "text", "text": mark}]
+            marked[index] = message | {"content": content}
+            expected.add(index)
+    try:
+        prompt = fill(marked)
+    except ApiError:
+        return None
+    return expected - {int(number) for number in re.findall(rf"{MARK}(\d{{6}})", prompt, re.IGNORECASE)}
+
+
+def as_parts(conversation: Conversation, which: Set[int]) -> Conversation:
+    """The conversation with the text of some messages as a list of one part."""
+    return [
+        message | {"content": [{"type": "text", "text": message["content"]}]} if index in which else message
+        for index, message in enumerate(conversation)
+    ]

@@ -174,6 +174,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -60,6 +60,12 @@ class TextEncoder:
         decode = make_decode(self.tokenizer, skip_special_tokens=False)
         return decode(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, decode, ids)
 
+    async def strings(self, ids: Sequence[int], caller: str) -> list[str]:
+        """The vocabulary's name of each token. Raises QueueFullError when too many long ones wait."""
+        name = self.tokenizer.convert_ids_to_tokens
+        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, name, ids)
+        return named
+
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # The call releases the interpreter while it encodes; the backend's `encode` does not.
         options = {} if add_special_tokens else {"add_special_tokens": False}
