@@ -23,7 +23,8 @@ Row = dict[str, Any]
 NOTHING = (
     "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
 )
-ARM_WIDTH = 25
+WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
+ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
 
 
@@ -63,7 +64,7 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
 
     rows: of the view choices, or the part of them that a worker knows.
     """
-    cells = [cells_of(row) for row in rows]
+    cells = [cells_of(row, width >= WIDE) for row in rows]
     table = table_without_lines(width)
     used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
     for heading in used:
@@ -73,22 +74,26 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
     return table
 
 
-def cells_of(row: Row) -> dict[str, str]:
+def cells_of(row: Row, wide: bool) -> dict[str, str]:
     """The cells of a range by heading; "" for what is unknown."""
     known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
     speedup, num_steps = row.get("speedup"), row.get("num_steps")
-    return {
+    cells = {
         "batch": row["batch_bucket"],
-        "arm": arm_and_equals(row["arm"], row.get("equal_arms")),
+        "arm": arm_and_equals(row["arm"], row.get("equal_arms"), WIDE_ARM_WIDTH if wide else ARM_WIDTH),
         "ms/token": "" if known is None else short(known),
         "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
         "vs plain": "" if speedup is None else f"{speedup:.2f}x",
         "steps": "" if num_steps is None else count(num_steps),
         "age": age_of(row.get("last_step_at")),
     }
+    for side in ("shorter", "longer") if wide and known is not None else ():
+        ms = row.get(f"{side}_ms_per_token")
+        cells[f"1 {side}"] = "" if ms is None else f"{short(ms)} ({100 * (ms / known - 1):+.0f}%)"
+    return cells
 
 
-def arm_and_equals(arm: str, equal_arms: str | None) -> str:
+def arm_and_equals(arm: str, equal_arms: str | None, width: int) -> str:
     """The arm, then as many of its equals as fit, then the number of the others.
 
     Equals of the arm's kind are given by their length: `draft 3 = 4`.
@@ -96,7 +101,7 @@ def arm_and_equals(arm: str, equal_arms: str | None) -> str:
     text, others = arm, equal_arms.split(" = ") if equal_arms else []
     kind = arm.rstrip("0123456789")
     names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
-    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= ARM_WIDTH:
+    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= width:
         text = f"{text} = {names.pop(0)}"
     return f"{text} (+{len(names)})" if names else text
 
