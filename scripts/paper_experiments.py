@@ -1,19 +1,15 @@
-"""The paper's first two experiments and its open questions, on this machine; results go to docs/results.
+"""Experiments that follow the paper's, and that `speclen profile run` cannot make; results go to docs/results.
 
-    lengths        latency against length, from batch size 1 to the largest: the inverse relation
-    architectures  the same for targets of other families with random weights: how step times grow, and what would be best
-    threads        one pair on unlike devices: the same machine with one thread and with all
+    architectures  targets of other families with random weights: how step times grow, and what would be best
     quantised      int8 weights in the draft or in the target: does the best length move?
 
-Each writes JSON, which names the command, its commit and the machine. The third experiment, traffic that
-varies, is `speclen bench serve`.
+Each writes JSON, which names the command, its commit and the machine.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,7 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.cli.profile.analysis import analyse, analysis_json
-from speclen.cli.profile.document import ProfileDocument, write_document
+from speclen.cli.profile.document import ProfileDocument, read_document, write_document
 from speclen.cli.profile.measuring import measure
 from speclen.cli.profile.show import show
 from speclen.cli.support.machine import provenance
@@ -78,23 +74,9 @@ def publish(name: str, documents: Documents, out: Path) -> None:
 
 
 @app.command()
-def lengths(budget_s: float = BUDGET, out: Path = OUT) -> None:
-    """Latency against length at every batch size, greedy and at temperature 1."""
-    pair = load_pair(TARGET, DRAFT)
-    set_threads(0, pair)
-    documents = {}
-    for temperature in (0.0, 1.0):
-        settings = ProfileSettings((*SIZES, 32), tuple(range(13)), budget_s, temperature=temperature)
-        title = f"temperature {temperature:g}"
-        documents[title] = measured(pair, settings, title)
-    publish("lengths", documents, out)
-
-
-@app.command()
 def architectures(budget_s: float = BUDGET, out: Path = OUT) -> None:
-    """Step times of other families; survival is that of `lengths`, since random weights have none of their own."""
-    borrowed = next(iter(json.loads((out / "lengths.json").read_text()).values()))
-    survival, rows = tuple(borrowed["survival"]), tuple(borrowed["num_survival_rows"])
+    """Step times of other families; survival is the bundled pair's, since random weights have none of their own."""
+    borrowed = read_document(out / "lengths-greedy.json").profile
     documents = {}
     bundled = load_pair(TARGET, DRAFT)
     for name, (family, shape) in ARCHITECTURES.items():
@@ -103,21 +85,11 @@ def architectures(budget_s: float = BUDGET, out: Path = OUT) -> None:
         set_threads(0, pair)
         settings = ProfileSettings(SIZES, LENGTHS, budget_s)
         document = measured(pair, settings, name, num_parameters=target.num_parameters(), survival="borrowed")
-        profile = document.profile._replace(survival=survival[:8], num_survival_rows=rows[:8])
+        profile = document.profile._replace(
+            survival=borrowed.survival[:8], num_survival_rows=borrowed.num_survival_rows[:8]
+        )
         documents[name] = dataclasses.replace(document, profile=profile)
     publish("architectures", documents, out)
-
-
-@app.command()
-def threads(budget_s: float = BUDGET, out: Path = OUT) -> None:
-    """The same pair with one thread and with all of them: two devices of one fleet."""
-    documents = {}
-    for count in (1, os.cpu_count() or 1):
-        pair = load_pair(TARGET, DRAFT)
-        set_threads(count, pair)
-        title = f"{count} thread{'s' if count > 1 else ''}"
-        documents[title] = measured(pair, ProfileSettings(SIZES, LENGTHS, budget_s), title)
-    publish("threads", documents, out)
 
 
 @app.command()

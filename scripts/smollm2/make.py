@@ -1,6 +1,6 @@
 """Write a Llama-style GGUF as a checkpoint with a chat template, in float32, and check its tokenizer.
 
-    PYTHONPATH=build/smollm2/packages python scripts/smollm2/make.py FILE.gguf FOLDER
+PYTHONPATH=build/smollm2/packages python scripts/smollm2/make.py FILE.gguf FOLDER
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A real chat model, SmolLM2-135M-Instruct from PyPI, served to the official client and decoded with speculation."""
 
 import json
-import socket
 import subprocess
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair, load_tokenizer
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
+from tests.support.addresses import free_address
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "build" / "smollm2" / "target"
@@ -37,12 +37,6 @@ def target() -> Path:
             pytest.skip(done.stderr.strip().splitlines()[-1])
         assert done.returncode == 0, done.stderr
     return TARGET
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
