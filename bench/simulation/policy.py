@@ -123,6 +123,7 @@ def table_of(where: str, runs: list[Run]) -> Table:
     table = Table("policy", "median", "worst seed", "first 40 s", "after 40 s", title=title)
     for name in dict.fromkeys(each.policy for each in runs):
         mine = [each for each in runs if each.policy == name]
-        whole, first, later = ([each[at] for each in mine] for at in (3, 4, 5))
-        table.add_row(name, *(f"{share:.1f}" for share in (median(whole), min(whole), median(first), median(later))))
+        whole = [each.whole for each in mine]
+        parts = (median(each.first for each in mine), median(each.later for each in mine))
+        table.add_row(name, *(f"{share:.1f}" for share in (median(whole), min(whole), *parts)))
     return table
