@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,8 @@ from rich.table import Table
 
 from speclen.bench.fleet.load import Load, load_of
 from speclen.bench.spread import spread
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.processes import Child
+from speclen.cli.up.places import free_port
 from speclen.worker.models.devices import processor_name
 
 STEPS_PER_S = 40.0  # of a worker in a fleet
@@ -47,26 +47,20 @@ class ControllerProcess:
 @contextmanager
 def controller_process() -> Iterator[ControllerProcess]:
     """Start a controller and give it the first core alone; this process keeps the others, if there are any."""
-    cores = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-m", "speclen.cli.app", "controller", "--listen", "127.0.0.1:0"]
+    cores, address = sorted(os.sched_getaffinity(0)), free_port("127.0.0.1:0")
     with tempfile.TemporaryDirectory(prefix="speclen-bench-") as folder:
-        command += ["--max-streams", "16384", "--db", f"{folder}/bench.db"]
+        arguments = ["controller", "--listen", address, "--max-streams", "16384", "--db", f"{folder}/bench.db"]
+        child = Child("controller", arguments, address, Path(folder, "log"), takes_settings=False)
         os.sched_setaffinity(0, cores[:1])  # which the controller inherits
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        os.sched_setaffinity(0, cores[1:] or cores)
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if "serving on " not in line:
-                raise UserError("the controller did not start: run `speclen controller` to see why")
-            yield ControllerProcess(line.split("serving on ")[1].split(",")[0].strip(), process.pid)
+            child.start()
+            os.sched_setaffinity(0, cores[1:] or cores)
+            child.wait_until_serving(60.0)
+            assert child.process is not None
+            yield ControllerProcess(address, child.process.pid)
         finally:
             os.sched_setaffinity(0, cores)
-            process.terminate()
-            try:
-                process.wait(30)
-            finally:
-                process.kill()
+            child.stop(30.0)
 
 
 def controller(

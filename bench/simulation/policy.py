@@ -5,83 +5,86 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from itertools import product
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from speclen.bench.simulation.drawing import World
-from speclen.bench.simulation.learner import EstimatorLearner
-from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.simulator import play as play_world
+from speclen.bench.simulation.learner import Constant, EstimatorLearner, Learner
+from speclen.bench.simulation.own_h200 import OwnH200
+from speclen.bench.simulation.play import play
+from speclen.bench.simulation.scenarios import SCENARIOS, Scenario, Worlds
 from speclen.cli.support.errors import UserError
-from speclen.controller.estimator import Estimator
+from speclen.worker.config import parse_policy
 
-COMPARED = ("adaptive", "profile", "fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:6", "none")
-J = TypeVar("J")
-R = TypeVar("R")
+COMPARED = "adaptive,profile,n-gram,none,fixed:1,fixed:3,fixed:5,fixed:8"
+FIRST_S = 40.0
 SCENARIO_HELP = f"Scenario, repeatable; all when absent: {', '.join(SCENARIOS)}."
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Runs of some policies in one seed of a scenario: they meet the same steps."""
-
-    scenario: str
-    seed: int
-    policies: tuple[str, ...]
-    num_steps: int = 12_000
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """One run. score: goodput in percent of the oracle's."""
+class Job(NamedTuple):
+    """One policy in one seed of a scenario."""
 
     scenario: str
     policy: str
     seed: int
-    score: float
-    num_probes: int
-    num_decisions: int
+    seconds: float
 
 
-def play(job: Job) -> list[Played]:
-    """Run one job in this process."""
-    world = World(SCENARIOS[job.scenario], job.seed, job.num_steps)
-    return [_play(job, policy, world) for policy in job.policies]
+class Run(NamedTuple):
+    """Goodput in percent of the oracle's: of all steps, of the first 40 seconds, of the rest."""
+
+    scenario: str
+    policy: str
+    seed: int
+    whole: float
+    first: float
+    later: float
 
 
-def _play(job: Job, policy: str, world: World) -> Played:
-    learner = EstimatorLearner(world.limits, policy, world.profile)
-    run = play_world(world, learner)
-    return Played(job.scenario, policy, job.seed, run.score, learner.num_probes, learner.num_decisions)
+def run(job: Job) -> Run:
+    """Play in this process."""
+    scenario = SCENARIOS[job.scenario]
+    worlds = scenario.worlds(job.seed, job.seconds)
+    score = play(learner_of(job.policy, scenario, worlds), *worlds, last_is_faulty=scenario.last_is_faulty)
+    shares = (score.percent(), score.percent(0.0, FIRST_S), score.percent(FIRST_S))
+    return Run(job.scenario, job.policy, job.seed, *(round(share, 2) for share in shares))
 
 
-def run_all(work: Callable[[J], R], jobs: Sequence[J], num_processes: int) -> Iterator[R]:
-    """Results of all jobs, as they come."""
+def learner_of(policy: str, scenario: Scenario, worlds: Worlds) -> Learner:
+    """The controller's estimator, or an arm of that name."""
+    first = worlds[0]
+    if (arm := parse_policy(policy)) is not None:
+        return Constant(arm.within(first.limits))
+    profile = scenario.profile(first.outputs) if scenario.profile and isinstance(first, OwnH200) else None
+    return EstimatorLearner(first.limits, policy, profile, scenario.probe_steps)
+
+
+def run_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Run]:
+    """Runs of all jobs, in their order."""
     if num_processes == 1:
-        yield from map(work, jobs)
+        yield from map(run, jobs)
         return
     # spawn: forking a process that has threads (progress bars do) can deadlock
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        yield from pool.imap_unordered(work, jobs)
+        yield from pool.imap(run, jobs)
 
 
 def policy(
     scenario: list[str] = typer.Option([], help=SCENARIO_HELP),
     policies: str = typer.Option(
-        ",".join(COMPARED),
-        help="Policies, separated by commas; fixed:K for length K.",
-        show_default=", ".join(COMPARED),
+        COMPARED,
+        help="Policies, separated by commas: adaptive, profile, or one arm as above.",
+        show_default=COMPARED.replace(",", ", "),
     ),
     seeds: int = typer.Option(8, min=1, max=1000, help="Seeds per scenario."),
     first_seed: int = typer.Option(0, min=0, help="First seed."),
-    steps: int = typer.Option(12_000, min=300, max=1_000_000, help="Steps per run."),
+    seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a run."),
     processes: int = typer.Option(0, min=0, max=256, help="Processes; 0 for one per core."),
     json_output: bool = typer.Option(False, "--json", help="Print JSON on stdout."),
 ) -> None:
@@ -91,35 +94,38 @@ def policy(
     """
     chosen = scenario or list(SCENARIOS)
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    _check(chosen, names)
-    wanted = range(first_seed, first_seed + seeds)
-    jobs = [Job(where, seed, tuple(names), steps) for where in chosen for seed in wanted]
-    todo = track(run_all(play, jobs, processes or os.cpu_count() or 1), total=len(jobs), console=Console(stderr=True))
-    runs = sorted((each for some in todo for each in some), key=lambda each: each.seed)
+    check(chosen, names)
+    wanted = product(chosen, names, range(first_seed, first_seed + seeds))
+    jobs = [Job(where, name, seed, seconds) for where, name, seed in wanted]
+    todo = run_all(jobs, processes or os.cpu_count() or 1)
+    runs = list(track(todo, total=len(jobs), console=Console(stderr=True)))
     if json_output:
-        typer.echo(json.dumps({"steps": steps, "runs": [asdict(each) for each in runs]}))
+        lines = ",\n  ".join(json.dumps(each._asdict()) for each in runs)
+        typer.echo(f'{{"seconds": {seconds}, "runs": [\n  {lines}\n]}}')
         return
     for where in chosen:
-        Console().print(_table(where, names, [each for each in runs if each.scenario == where]))
+        Console().print(table_of(where, [each for each in runs if each.scenario == where]))
 
 
-def _check(chosen: list[str], names: list[str]) -> None:
+def check(chosen: list[str], names: list[str]) -> None:
+    """Raises UserError naming a scenario or policy that does not exist."""
     for where in chosen:
         if where not in SCENARIOS:
             raise UserError(f"scenario {where!r} is unknown: use one of {', '.join(SCENARIOS)}")
     for name in names:
         try:
-            Estimator(name)
+            parse_policy(name)
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
-def _table(where: str, names: list[str], runs: list[Played]) -> Table:
+def table_of(where: str, runs: list[Run]) -> Table:
+    """Medians over the seeds of each policy."""
     title = f"{where}: {SCENARIOS[where].title}; goodput, % of the oracle's"
-    table = Table("policy", "median", "worst seed", "probes", "decisions", title=title)
-    for name in names:
+    table = Table("policy", "median", "worst seed", "first 40 s", "after 40 s", title=title)
+    for name in dict.fromkeys(each.policy for each in runs):
         mine = [each for each in runs if each.policy == name]
-        scores = [each.score for each in mine]
-        counts = (f"{median(getattr(each, key) for each in mine):.0f}" for key in ("num_probes", "num_decisions"))
-        table.add_row(name, f"{median(scores):.1f}", f"{min(scores):.1f}", *counts)
+        whole = [each.whole for each in mine]
+        parts = (median(each.first for each in mine), median(each.later for each in mine))
+        table.add_row(name, *(f"{share:.1f}" for share in (median(whole), min(whole), *parts)))
     return table

@@ -1,133 +1,83 @@
-"""The situations in which policies are compared, each a change to one world. Names are what `--scenario` takes."""
+"""The situations in which policies are compared. Names are what `--scenario` takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
+from speclen.bench.simulation import vllm_h200
+from speclen.bench.simulation.own_h200 import Machine, OwnH200, Stage, Truth
+from speclen.bench.simulation.play import World
+from speclen.bench.simulation.texts import EASY_SHARE, MAX_BATCH, MAX_LENGTH, Outputs
+from speclen.records import Arm, Profile, ProfileCell
 
-from speclen.bench.simulation.world import Machine, Requests
+RECORDED = Machine()
+SLOW_DRAFT = RECORDED.slower(3.0, "pass_s", "drafting_s")
+THROTTLED = RECORDED.slower(2.0, "row_s", "pass_s", "drafting_s", "token_s")
+CPU = Machine(0.012, 0.001, 0.0012, 0.0, 0.002)
+PROFILED_SIZES = (1, 2, 4, 8, MAX_BATCH)
 
-
-def _same_machine(machine: Machine) -> Machine:
-    return machine
-
-
-def _same_requests(requests: Requests) -> Requests:
-    return requests
-
-
-def _other_device(machine: Machine) -> Machine:
-    return machine.slower(1.7).slower_draft(2.5)
+Worlds = tuple[World, ...]
 
 
-@dataclass(frozen=True)
-class Phase:
-    """From this share of the run on, the world differs so from the one at the start."""
+class Scenario(NamedTuple):
+    """A situation. worlds: a worker each, by seed and seconds; profile: of the controller, given the first world's outputs.
 
-    start: float
-    machine: Callable[[Machine], Machine] = _same_machine
-    requests: Callable[[Requests], Requests] = _same_requests
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One situation. Loads are shares of max_batch that a phase of arrivals keeps busy on average.
-
-    profile: "own", "none", "other" (of another device but taken for this one's), "never" (step times x3 wherever drafting
-    is on).
+    last_is_faulty: the last worker reports falsely.
     """
 
-    name: str
     title: str
-    phases: tuple[Phase, ...] = (Phase(0.0),)
-    profile: str = "own"
-    loads: tuple[float, ...] = (0.03, 0.12, 0.3, 0.6, 0.95)
-    max_batch: int = 32
-    noise: float = 0.05
-    slow_share: float = 0.01  # steps that take 5 to 20 times as long
-    wander: float = 0.0  # log-sd per 1000 steps of a slow random drift of draft and verify times
-    neighbour: float = 1.0  # steps take this many times as long while a neighbour uses the device, a third of the time
-    bump: float = 0.03
-    cliff: bool = False
-    steady_batch: int = 0  # batch size that hardly moves; 0: follow the queue
-    hard_with_load: bool = False  # hard requests come when it is busy
-    num_workers: int = 1
-    delay_steps: int = 0  # steps of the whole fleet that pass before a group of reports arrives
-    device: str = "accelerator"  # "cpu": no knee to speak of, large bumps; see world.py
-    run_share: float = 1.0  # of the steps asked for
-    phase_steps: int = 750  # arrivals change their rate and burstiness this often
-    mean_new_tokens: float = 96.0
-    engine_flags: bool = False  # steps with prefill, first uses and catch-up steps are flagged, and take longer
-    classes_reported: bool = False  # reports tell the two classes of requests apart
-    machines: tuple[Callable[[Machine], Machine], ...] = ()  # of each worker, where they are not alike
-    faulty_rate: int = 0  # the last worker reports so often that all of a step was accepted; 0: it reports the truth
+    worlds: Callable[[int, float], Worlds]
+    profile: Callable[[Outputs], Profile] | None = None
+    last_is_faulty: bool = False
+    probe_steps: int = 3
 
 
-def _drop(factor: float) -> tuple[Phase, ...]:
-    return (Phase(0.0), Phase(1 / 3, requests=lambda requests: requests.scaled(factor)), Phase(2 / 3))
+def own(*machines: Machine) -> Callable[[int, float], Worlds]:
+    """A worker on each machine."""
+
+    def worlds(seed: int, seconds: float) -> Worlds:
+        stages = ((Stage(0.0, machine),) for machine in machines)
+        return tuple(OwnH200(seed + 1_000_000 * at, seconds, mine) for at, mine in enumerate(stages))
+
+    return worlds
 
 
-def _slow_draft(factor: float) -> tuple[Phase, ...]:
-    return (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.slower_draft(factor)), Phase(2 / 3))
+def changed(machine: Machine, easy_share: float = EASY_SHARE) -> Callable[[int, float], Worlds]:
+    """A worker whose machine or requests change in the middle third of the time."""
+    stages = Stage(0.0, RECORDED), Stage(1 / 3, machine, easy_share), Stage(2 / 3, RECORDED)
+    return lambda seed, seconds: (OwnH200(seed, seconds, stages),)
 
 
-_THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
+def profile(machine: Machine, factor: float = 1.0) -> Callable[[Outputs], Profile]:
+    """A profile as `speclen profile run` would measure it. factor: on the times of all steps that draft."""
+
+    def of(outputs: Outputs) -> Profile:
+        truth = Truth(machine, outputs)
+        cells = tuple(
+            ProfileCell(batch, length, truth.expected(batch, Arm(length))[0] * (factor if length else 1.0), 0.0, 20)
+            for batch in PROFILED_SIZES
+            for length in range(MAX_LENGTH + 1)
+        )
+        return Profile(cells, outputs.survival(MAX_LENGTH), (4000,) * MAX_LENGTH, "simulated")
+
+    return of
 
 
-SCENARIOS: dict[str, Scenario] = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario("stationary", "stationary"),
-        Scenario("cold", "cold start, no profile", profile="none"),
-        Scenario("throttled", "device twice as slow, and back", phases=_THROTTLED),
-        Scenario("steady-x3", "steady batch near 4, draft x3 and back", phases=_slow_draft(3.0), steady_batch=4),
-        Scenario("acceptance", "acceptance halves, and back", phases=_drop(0.5)),
-        Scenario("other-hardware", "profile of other hardware", profile="other"),
-        Scenario("never", 'profile says "never speculate"', profile="never"),
-        Scenario(
-            "tails", "slow steps x5, noise 10%, drift", phases=_drop(0.6), noise=0.10, slow_share=0.05, wander=0.05
-        ),
-        Scenario("neighbour", "a neighbour slows the device by half, on and off", noise=0.12, neighbour=1.5),
-        Scenario("cliffs", "8% bumps and a latency cliff, no profile", profile="none", bump=0.08, cliff=True),
-        Scenario(
-            *("correlated", "acceptance falls with load, 8 stale workers"),
-            hard_with_load=True,
-            num_workers=8,
-            delay_steps=50,
-        ),
-        Scenario("classes", "greedy and sampled requests, told apart", classes_reported=True, phases=_drop(0.6)),
-        Scenario(
-            *("unlike-2", "two workers, one 1.7 times slower with a slower draft"),
-            num_workers=2,
-            machines=(_same_machine, _other_device),
-        ),
-        Scenario(
-            *("liar-all", "one of four reports that all is accepted, 16 times as often"),
-            num_workers=4,
-            delay_steps=8,
-            faulty_rate=16,
-        ),
-        Scenario(
-            *("first-minute-cold", "a CPU's first 1000 steps, about a minute, no profile"),
-            profile="none",
-            loads=(0.05, 0.15, 0.5, 0.9),
-            max_batch=16,
-            noise=0.1,
-            slow_share=0.005,
-            neighbour=1.4,
-            bump=0.06,
-            device="cpu",
-            run_share=1 / 12,
-            phase_steps=100,
-            mean_new_tokens=64.0,
-            engine_flags=True,
-        ),
-    )
+SCENARIOS = {
+    "vllm-h200": Scenario(
+        "vLLM with a draft model on an H200, from recordings",
+        lambda seed, seconds: (vllm_h200.VllmH200(seed, seconds),),
+        probe_steps=vllm_h200.PROBE_STEPS,
+    ),
+    "own-h200": Scenario("speclen's engine on an H200, from recordings", own(RECORDED)),
+    "profiled": Scenario("the same with a profile", own(RECORDED), profile(RECORDED)),
+    "other-hardware": Scenario("with a profile of another device", own(RECORDED), profile(SLOW_DRAFT)),
+    "never": Scenario('with a profile that says "never draft"', own(RECORDED), profile(RECORDED, 3.0)),
+    "cpu": Scenario("a device on which verified tokens cost", own(CPU)),
+    "throttled": Scenario("device twice as slow, and back", changed(THROTTLED)),
+    "slow-draft": Scenario("draft three times as slow, and back", changed(SLOW_DRAFT)),
+    "acceptance": Scenario("all requests become hard, and back", changed(RECORDED, 0.0)),
+    "unlike": Scenario("two workers, one with a slower draft", own(RECORDED, SLOW_DRAFT)),
+    "liar": Scenario("one of four reports that all is accepted", own(*[RECORDED] * 4), last_is_faulty=True),
 }
-
-
-def hard_share_at(load: float, requests: Requests) -> float:
-    """Share of hard requests among arrivals when the batch is that full."""
-    return float(np.clip(requests.hard_share + 0.6 * (load - 0.4), 0.05, 0.95))

@@ -1,9 +1,6 @@
-"""Write a Llama-style GGUF as a checkpoint with a chat template, and check speclen's engine against transformers on it.
+"""Write a Llama-style GGUF as a checkpoint with a chat template, in float32, and check its tokenizer.
 
-    PYTHONPATH=build/smollm2/packages python scripts/smollm2/make.py FILE.gguf FOLDER
-
-Weights: float32. Tokens: text comes back, and every digit is a token. Answers: greedy ones have the same tokens by
-transformers and by the engine, without and with n-grams.
+PYTHONPATH=build/smollm2/packages python scripts/smollm2/make.py FILE.gguf FOLDER
 """
 
 from __future__ import annotations
@@ -12,25 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from speclen.bench.engine.run import generate
-from speclen.records import PLAIN, Arm, parse_arm
-from speclen.worker.drafting.arm_chooser import FixedArm
-from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.models.loading import load_pair
-from speclen.worker.requests.request import SamplingParams
-
 TEXT = "In 1969, 2 people walked on the Moon;\n\tdef f(x):\n    return x + 1234.5  # naïve café 北京 🙂"
-QUESTIONS = (
-    "Why is the sky blue?",
-    "Write three short rules for a library.",
-    "What is 17 plus 25? Answer with the number.",
-    "Repeat this list and add one fruit: apple, pear, plum, cherry.",
-)
-MAX_TOKENS = 64
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -59,47 +41,11 @@ def check_tokenizer(tokenizer: Any) -> str:
     return "tokens: text comes back, digits are apart"
 
 
-def by_transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers, end token included."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS)
-        answers.append(found[0, len(prompt) :].tolist())
-    return answers
-
-
-def by_engine(folder: Path, prompts: list[list[int]], arm: Arm) -> list[list[int]]:
-    """Greedy answers to all prompts at once, end token included."""
-    pair = load_pair(str(folder), None, "cpu", "float32")
-    config = EngineConfig(max_batch_size=len(prompts), ngram=arm != PLAIN, max_context_length=512, backend="torch")
-    engine = Engine(pair, config, FixedArm(arm))
-    return generate(engine, prompts, [MAX_TOKENS] * len(prompts), sampling=SamplingParams())
-
-
-def check_answers(folder: Path, tokenizer: Any) -> str:
-    """Raises ValueError naming the question whose answers differ."""
-    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"] for one in asked]
-    expected = by_transformers(folder, prompts)
-    for arm in (PLAIN, parse_arm("n-gram")):
-        for question, wanted, found in zip(QUESTIONS, expected, by_engine(folder, prompts, arm), strict=True):
-            if found != wanted:
-                raise ValueError(
-                    f"{question!r} by the engine ({arm}): {tokenizer.decode(found)!r}, not {tokenizer.decode(wanted)!r}"
-                )
-    shown = "\n".join(f"  {q}\n    {tokenizer.decode(a)!r}" for q, a in zip(QUESTIONS, expected, strict=True))
-    return f"answers: the same tokens by transformers and by the engine, {MAX_TOKENS} at most\n{shown}"
-
-
 def main(gguf: Path, folder: Path) -> None:
-    """Exits 1 with one sentence where a check fails."""
+    """Exits 1 with one sentence where the check fails."""
     convert(gguf, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     try:
-        print(check_tokenizer(tokenizer))
-        print(check_answers(folder, tokenizer))
+        print(check_tokenizer(AutoTokenizer.from_pretrained(folder)))
     except ValueError as error:
         raise SystemExit(f"real_model: {error}") from None
 

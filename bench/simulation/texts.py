@@ -45,10 +45,10 @@ def run_ahead(right: np.ndarray) -> np.ndarray:
     return ahead
 
 
-def draw_text(rng: np.random.Generator) -> Text:
+def draw_text(rng: np.random.Generator, easy_share: float) -> Text:
     """An output of a request of any class."""
     kind, num_tokens = int(rng.choice(3, p=SHARES)), int(rng.integers(*OUTPUT_TOKENS))
-    chance = (EASY if rng.random() < EASY_SHARE else HARD)[kind] + SPREAD * rng.standard_normal()
+    chance = (EASY if rng.random() < easy_share else HARD)[kind] + SPREAD * rng.standard_normal()
     repeats, uniform = np.zeros(num_tokens, dtype=bool), rng.random(num_tokens)
     if rng.random() < REPEATING:
         for at in range(1, num_tokens):
@@ -63,6 +63,29 @@ def draw_text(rng: np.random.Generator) -> Text:
     walk = walk_of(arrays)
     steps, drafting, verified = (tuple(each.tolist()) for each in walk)
     return Text(OutputEvaluation(kind, num_tokens, num_tokens, steps, drafting, verified), arrays, walk)
+
+
+class Outputs:
+    """Outputs of which requests take any: their evaluations and classes, and as arrays what they hold.
+
+    walks: [texts, 3, arms]; worth: tokens per step, [texts, arms]; arrays: padded, [arrays, texts, longest].
+    """
+
+    def __init__(self, rng: np.random.Generator, number: int, easy_share: float) -> None:
+        texts = [draw_text(rng, easy_share) for _ in range(number)]
+        self.evaluations = [text.evaluation for text in texts]
+        self.kinds = np.array([each.request_class for each in self.evaluations])
+        self.num_tokens = np.array([each.num_tokens for each in self.evaluations])
+        self.walks = np.array([text.walk for text in texts])
+        self.worth = self.num_tokens[:, None] / self.walks[:, 0]
+        self.arrays = np.zeros((len(texts[0].arrays), number, self.num_tokens.max()), dtype=np.int64)
+        for at, text in enumerate(texts):
+            self.arrays[:, at, : text.arrays.shape[1]] = text.arrays
+
+    def survival(self, most: int) -> tuple[float, ...]:
+        """Share of positions behind which the draft model is right about at least 1, 2, ... tokens."""
+        ahead = np.concatenate([self.arrays[3, at, :tokens] for at, tokens in enumerate(self.num_tokens)])
+        return tuple(float((ahead >= run).mean()) for run in range(1, most + 1))
 
 
 def proposals(

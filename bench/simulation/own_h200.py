@@ -15,14 +15,17 @@ A step that drafts after one without is longer (`catch_up`), one with prompts ta
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
-from speclen.bench.simulation.worlds.play import Step, best_arm
-from speclen.bench.simulation.worlds.texts import ARMS, LIMITS, MAX_BATCH, draw_text, proposals
+from speclen.bench.simulation.level import Bursts, Level, noisy
+from speclen.bench.simulation.play import Step, best_arm
+from speclen.bench.simulation.texts import ARMS, EASY_SHARE, LIMITS, MAX_BATCH, Outputs, proposals
 from speclen.records import NUM_CLASSES, Arm, OutputEvaluation, StepFlag, StepRecord
 
-OVERHEAD_S, ROW_S, PASS_S, DRAFTING_S, TOKEN_S = 0.0057, 0.00012, 0.00108, 0.0011, 0.00002
 PREFILL_S = 0.004
 SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
 NUM_TEXTS = 250  # drawn per world; requests take any of them
@@ -30,15 +33,58 @@ EVALUATED = 0.5  # share of outputs that the worker has time to evaluate
 PROMPT_TOKENS = 100
 
 
-def step_s(batch: float, drafting: float, passes: float, verified: float) -> float:
-    """Mean seconds of a step where no time is slow."""
-    drafts_s = PASS_S * passes + drafting_s(drafting) if passes else 0.0
-    return float(OVERHEAD_S + ROW_S * batch + drafts_s + TOKEN_S * (verified - batch))
+class Machine(NamedTuple):
+    """Seconds of the parts of a step where no time is slow.
+
+    drafting_s: of a step that drafts, per doubling of its drafting rows beyond two.
+    """
+
+    overhead_s: float = 0.0057
+    row_s: float = 0.00012
+    pass_s: float = 0.00108
+    drafting_s: float = 0.0011
+    token_s: float = 0.00002
+
+    def step_s(self, batch: float, drafting: float, passes: float, verified: float) -> float:
+        """Mean seconds of a step."""
+        drafts_s = self.pass_s * passes + self.rows_s(drafting) if passes else 0.0
+        return float(self.overhead_s + self.row_s * batch + drafts_s + self.token_s * (verified - batch))
+
+    def rows_s(self, drafting: float) -> float:
+        """Seconds that a step with so many drafting rows takes beside its draft passes."""
+        return self.drafting_s * float(np.log2(max(drafting, 2.0) / 2.0))
+
+    def slower(self, factor: float, *parts: str) -> Machine:
+        """Another machine, some of whose parts take so many times as long."""
+        return self._replace(**{part: getattr(self, part) * factor for part in parts})
 
 
-def drafting_s(num_rows: float) -> float:
-    """Seconds that a step with so many drafting rows takes beside its draft passes."""
-    return DRAFTING_S * float(np.log2(max(num_rows, 2.0) / 2.0))
+class Stage(NamedTuple):
+    """A stretch of a world's time. start: share of the time before it; easy_share: of its outputs."""
+
+    start: float
+    machine: Machine
+    easy_share: float = EASY_SHARE
+
+
+class Truth:
+    """True means of a machine with some outputs, and the oracle's arm of every batch size."""
+
+    arms = ARMS
+
+    def __init__(self, machine: Machine, outputs: Outputs) -> None:
+        self.machine, self.outputs = machine, outputs
+        best = [best_arm(self, batch) for batch in range(1, MAX_BATCH + 1)]
+        self.best = [0, *map(ARMS.index, best)]
+        self.best_s = [0.0, *(self.expected(batch, arm)[0] for batch, arm in enumerate(best, 1))]
+
+    def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
+        """Mean seconds of a step outside slow seconds, and tokens per row."""
+        steps, drafting, verified = self.outputs.walks[:, :, ARMS.index(arm)].sum(axis=0)
+        share = drafting / steps
+        passes = arm.speculation_length * (1.0 - (1.0 - share) ** batch_size)
+        seconds = self.machine.step_s(batch_size, share * batch_size, passes, batch_size * verified / steps)
+        return seconds, float(self.outputs.num_tokens.sum() / steps)
 
 
 class OwnH200:
@@ -46,35 +92,37 @@ class OwnH200:
 
     arms, limits = ARMS, LIMITS
 
-    def __init__(self, seed: int = 0, duration_s: float = 120.0) -> None:
+    def __init__(
+        self, seed: int = 0, duration_s: float = 120.0, stages: Sequence[Stage] = (Stage(0.0, Machine()),)
+    ) -> None:
         rng = np.random.default_rng([seed, 23])
         self.now_s, self.duration_s = 0.0, duration_s
         self._bursts = Bursts(rng, duration_s, SWEEP, BURST_S)
         self._level = Level(rng, duration_s, self._bursts.starts)
         self._rng, self._requests = np.random.default_rng([seed, 24]), np.random.default_rng([seed, 25])
-        self._texts = [draw_text(rng) for _ in range(NUM_TEXTS)]
-        self._place = {arm: at for at, arm in enumerate(ARMS)}
-        self._walks = np.array([text.walk for text in self._texts])  # [texts, 3, arms]
-        self._num_tokens = np.array([text.arrays.shape[1] for text in self._texts])
-        self._worth = self._num_tokens[:, None] / self._walks[:, 0]  # tokens per step, [texts, arms]
-        self._arrays = _padded([text.arrays for text in self._texts])
-        self._kinds = np.array([text.evaluation.request_class for text in self._texts])
-        self._best = [0] + [self._place[best_arm(self, batch)] for batch in range(1, MAX_BATCH + 1)]
-        self._best_s = [0.0] + [self.expected(batch, ARMS[self._best[batch]])[0] for batch in range(1, MAX_BATCH + 1)]
+        outputs = {share: Outputs(rng, NUM_TEXTS, share) for share in dict.fromkeys(each.easy_share for each in stages)}
+        self._starts = [stage.start * duration_s for stage in stages]
+        self._truths = [Truth(stage.machine, outputs[stage.easy_share]) for stage in stages]
         self._seq, self._last, self._used = 0, Arm(0), set[tuple[int, Arm]]()
-        self._burst = -1
-        self._begin_burst(0)
+        self._begin()
+
+    @property
+    def outputs(self) -> Outputs:
+        """Outputs of the stage."""
+        return self._truth.outputs
 
     def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
         """Mean seconds of a step outside slow seconds, and tokens per row."""
-        steps, drafting, verified = self._walks[:, :, self._place[arm]].sum(axis=0)
-        share = drafting / steps
-        passes = arm.speculation_length * (1.0 - (1.0 - share) ** batch_size)
-        seconds = step_s(batch_size, share * batch_size, passes, batch_size * verified / steps)
-        return seconds, float(self._num_tokens.sum() / steps)
+        return self._truth.expected(batch_size, arm)
 
-    def _begin_burst(self, index: int) -> None:
-        self._burst, load = index, self._bursts.loads[index]
+    def _place(self) -> tuple[int, int]:
+        """Numbers of the present burst and stage."""
+        return self._bursts.index_at(self.now_s), bisect_right(self._starts, self.now_s) - 1
+
+    def _begin(self) -> None:
+        """Begin a burst or a stage, with new requests."""
+        self._burst_and_stage = burst, stage = self._place()
+        self._truth, load = self._truths[stage], self._bursts.loads[burst]
         self._text, self._at = self._requests.integers(NUM_TEXTS, size=load), np.zeros(load, dtype=int)
         self._new = load
 
@@ -91,13 +139,13 @@ class OwnH200:
     def step(self, arm: Arm, probe_id: int = 0) -> Step:
         """Take a step."""
         batch, level = self.batch_size, self._level.at(self.now_s)
-        here, left = self._arrays[:, self._text, self._at], self._num_tokens[self._text] - 1 - self._at
+        here, left = self.outputs.arrays[:, self._text, self._at], self.outputs.num_tokens[self._text] - 1 - self._at
         by_ngram, offered, accepted = proposals(here, arm.ngram, arm.speculation_length, left)
         drafts = ~by_ngram & (arm.speculation_length > 0)
         num_drafting, num_verified = int(drafts.sum()), batch + int(offered.sum())
         passes = arm.speculation_length if num_drafting else 0
         flags, extra_s = self._flags(arm, passes, num_drafting)
-        mean_s = step_s(batch, num_drafting, passes, num_verified)
+        mean_s = self._truth.machine.step_s(batch, num_drafting, passes, num_verified)
         spent_s, work_s = level * (mean_s + extra_s), level * self._oracle_s(arm)
         happened_s = noisy(spent_s + PREFILL_S * self.with_prompts, self._rng)
         most = arm.max_tokens
@@ -114,16 +162,16 @@ class OwnH200:
 
     def _oracle_s(self, arm: Arm) -> float:
         """The oracle's time for what the arm's step does on average for these requests."""
-        best, worth = self._best[self.batch_size], self._worth[self._text]
-        share = float((worth[:, self._place[arm]] / worth[:, best]).mean())
-        return share * self._best_s[self.batch_size]
+        best, worth = self._truth.best[self.batch_size], self.outputs.worth[self._text]
+        share = float((worth[:, ARMS.index(arm)] / worth[:, best]).mean())
+        return share * self._truth.best_s[self.batch_size]
 
     def _flags(self, arm: Arm, passes: int, num_drafting: int) -> tuple[frozenset[StepFlag], float]:
         """Flags of a step, and seconds that the change of arm costs."""
         found, extra_s = list[StepFlag](), 0.0
         if passes and not self._last.speculation_length:
             found.append(StepFlag.CATCH_UP)
-            extra_s = PASS_S + drafting_s(num_drafting)
+            extra_s = self._truth.machine.pass_s + self._truth.machine.rows_s(num_drafting)
         if (self.batch_size, arm) not in self._used:
             self._used.add((self.batch_size, arm))
             found.append(StepFlag.FIRST_USE)
@@ -131,7 +179,7 @@ class OwnH200:
         return frozenset(found + [StepFlag.PREFILL] * self.with_prompts), extra_s
 
     def _by_class(self, runs: np.ndarray, most: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        kinds = self._kinds[self._text]
+        kinds = self.outputs.kinds[self._text]
         counts = np.bincount(kinds * (most + 1) + runs, minlength=NUM_CLASSES * (most + 1))
         rows = counts.reshape(NUM_CLASSES, -1).tolist()
         return tuple((kind, tuple(row)) for kind, row in enumerate(rows) if any(row))
@@ -140,19 +188,11 @@ class OwnH200:
         """Go on by a step; returns the outputs that ended and were evaluated."""
         self.now_s += seconds
         self._at += tokens
-        ended = (self._at >= self._num_tokens[self._text]).nonzero()[0]
+        ended = (self._at >= self.outputs.num_tokens[self._text]).nonzero()[0]
         seen = [at for at in ended.tolist() if self._rng.random() < EVALUATED]
-        outputs = tuple(self._texts[self._text[at]].evaluation for at in seen)
+        evaluations = tuple(self.outputs.evaluations[self._text[at]] for at in seen)
         self._text[ended], self._at[ended] = self._requests.integers(NUM_TEXTS, size=len(ended)), 0
         self._new = len(ended)
-        if (index := self._bursts.index_at(self.now_s)) != self._burst:
-            self._begin_burst(index)
-        return outputs
-
-
-def _padded(arrays: list[np.ndarray]) -> np.ndarray:
-    """Arrays of all texts, by position, [arrays, texts, longest]."""
-    whole = np.zeros((len(arrays[0]), len(arrays), max(each.shape[1] for each in arrays)), dtype=np.int64)
-    for at, each in enumerate(arrays):
-        whole[:, at, : each.shape[1]] = each
-    return whole
+        if self._place() != self._burst_and_stage:
+            self._begin()
+        return evaluations

@@ -1,6 +1,6 @@
 """vLLM 0.32 with a draft model on an H200, as recorded: target of 6.7 B, draft of 125 M, at most 32 rows, length up to 8.
 
-Usage: see the package. `learner.observe` gets groups of some 5 to 15 `StepRecord`s. They have the flags that the plugin
+`learner.observe` gets groups of some 5 to 15 `StepRecord`s. They have the flags that the plugin
 gives them (`integrations/vllm/timing.py`): a step's time is usable if the two before it and the two after it use its arm,
 so a probe takes PROBE_STEPS. A report leaves two steps after its own.
 
@@ -20,8 +20,8 @@ from collections import deque
 
 import numpy as np
 
-from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
-from speclen.bench.simulation.worlds.play import Step, best_arm
+from speclen.bench.simulation.level import Bursts, Level, noisy
+from speclen.bench.simulation.play import Step, best_arm
 from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, overlap_flags
 from speclen.records import Arm, Limits, StepFlag, StepRecord
 
