@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +16,16 @@ import pytest
 from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.addresses import free_address
 from tests.support.store_rows import rows
 
 ray = pytest.importorskip("ray")
 
 SMALL = {"SPECLEN_WORKER_THREADS": "1", "SPECLEN_WORKER_BACKEND": "torch"}
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def up(address: str, http: str, data_dir: Path) -> subprocess.Popen[str]:
