@@ -74,11 +74,7 @@ def run_all(work: Callable[[J], R], jobs: Sequence[J], num_processes: int) -> It
 
 def policy(
     scenario: list[str] = typer.Option([], help=SCENARIO_HELP),
-    policies: str = typer.Option(
-        ",".join(COMPARED),
-        help="Policies, separated by commas; fixed:K for length K.",
-        show_default=", ".join(COMPARED),
-    ),
+    policies: str = typer.Option(",".join(COMPARED), help="Policies, separated by commas; fixed:K for length K."),
     seeds: int = typer.Option(8, min=1, max=1000, help="Seeds per scenario."),
     first_seed: int = typer.Option(0, min=0, help="First seed."),
     steps: int = typer.Option(12_000, min=300, max=1_000_000, help="Steps per run."),
