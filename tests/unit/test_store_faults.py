@@ -17,7 +17,6 @@ from speclen.store import database, transaction
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.files import StoreGoneError, lock_path
-from speclen.store.queries import stored_reports
 from speclen.store.records import Commit
 from speclen.store.retention import Retention
 from tests.support.store_rows import (
@@ -264,7 +263,7 @@ def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_pat
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
 def test_random_damage_is_told_in_a_sentence_or_does_no_harm_and_can_be_moved_aside(tmp_path, store, suffix):
-    """Written over the database or its WAL, or their end cut off: what is opened can be read whole."""
+    """Written over the database or its WAL, or their end cut off: what is opened is sound."""
     dice, opened = random.Random(suffix), 0
     assert store_now(store, moment(range(1, 500), decisions=[decision(n, 2) for n in range(100)])) is None
     if not suffix:  # all of it is in the database
@@ -288,6 +287,5 @@ def test_random_damage_is_told_in_a_sentence_or_does_no_harm_and_can_be_moved_as
         assert not refusal or refusal.isprintable()
         opened += not refusal
         Store.open(path, move_corrupt_aside=True).close()
-        with contextlib.closing(connect_reader(path)) as connection:
-            assert len(list(stored_reports(connection))) <= 499
+        assert rows(path, "PRAGMA quick_check") == [("ok",)]
     assert (opened == 40) == (suffix == "-wal"), "what is left of a WAL is whole commits"
