@@ -285,7 +285,8 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     token.write_text("0123456789abcdef0123456789abcdef")
     wrong = tmp_path / "wrong"
     wrong.write_text("fedcba9876543210fedcba9876543210")
-    with caplog.at_level(logging.INFO, logger=logs.LOGGER), controller(None, token_file=token, run_id="a") as there:
+    at_info = caplog.at_level(logging.INFO, logger=logs.LOGGER)
+    with at_info, controller(tmp_path, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
         wait_until(lambda: "UNAUTHENTICATED" in caplog.text, "refused")

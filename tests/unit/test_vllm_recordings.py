@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from speclen.bench.simulation.worlds.play import best_arm
-from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
+from speclen.bench.simulation.play import best_arm
+from speclen.bench.simulation.vllm_h200 import VllmH200
 from speclen.controller.estimator import Estimator
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, ContextKey, StepFlag, StepRecord
