@@ -178,13 +178,12 @@ def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, floa
     return {size: rate(size, table.arm_for(size)) / rate(size, best_arm(world, size)) for size in sizes}
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.88), ("b", 0.95)])
+@pytest.mark.parametrize(("name", "least"), [("a", 0.88), ("b", 0.98)])
 def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name, least):
     """With the flags of today, and with those that were recorded.
 
-    Mean over steps, before and after: 0.96 and 0.92, 0.86 and 1.00. Recording a ends with lengths 3 to 5, where 3 is best:
-    16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for one step. Recording b has 0.95 at 8 sequences, of which
-    it has 26 steps, else 1.
+    Mean over steps, before and after: 0.96 and 0.92, 0.87 and 1.00. Recording a ends with lengths 3 to 5, where 3 is best:
+    16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for one step.
     """
     reports = [report._replace(seq=number) for number, report in enumerate(replayed(name), 1)]
     after = worth_of_learned(name, reports)
