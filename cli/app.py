@@ -8,7 +8,6 @@ then the section [client], come after those of one verb.
 from __future__ import annotations
 
 import difflib
-import io
 import os
 import sys
 import tomllib
@@ -21,6 +20,7 @@ import typer
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
+from speclen.cli.support.output import printing
 
 VERBS: Verbs = {
     "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
@@ -204,29 +204,17 @@ def root(
 
 
 def main() -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # characters that a terminal lacks
     # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
-        try:
+        with printing():
             typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
-        finally:
-            if sys.stdout is not None:  # closed by whoever started us
-                sys.stdout.flush()
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits there would fail again at the end
-        if isinstance(error, BrokenPipeError):  # whoever read the output has enough
-            sys.exit(1)
-        words = f"cannot write to standard output: {error.strerror}; send it to where there is room"
-        print(wrapped(f"speclen: {words}"), file=sys.stderr)
-        sys.exit(2)
+    except BrokenPipeError:  # whoever read the output has enough
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ import pytest
 
 from speclen.cli import app
 from speclen.cli.app import main
+from speclen.cli.generate import print_stream
+from speclen.cli.support.output import printing
+from speclen.v1 import generation_pb2 as pb
 
+CHUNKS = [pb.GenerateResponse(chunk=pb.GenerateChunk(text=text)) for text in ("naïve ", "😀", " end")]
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 
@@ -19,11 +24,10 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, encoding, told):
     with open(tmp_path / "out", "w", encoding=encoding) as out:
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
-        monkeypatch.setattr(app, "version", lambda _: "naïve 😀 end")
-        with pytest.raises(SystemExit):
-            main()
-    assert (tmp_path / "out").read_text(encoding) == f"speclen {told}\n"
+        with printing():
+            print_stream(CHUNKS, as_json=False)
+        assert sys.stdout is out
+    assert (tmp_path / "out").read_text(encoding) == told
 
 
 @needs_full
@@ -46,3 +50,14 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main()
     assert (ended.value.code, capsys.readouterr().err) == (1, "")
+
+
+def test_what_else_the_system_refuses_is_not_put_down_to_the_output(monkeypatch, capsys):
+    def refused(_: str) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
+    monkeypatch.setattr(app, "version", refused)
+    with pytest.raises(OSError, match="Too many open files"):
+        main()
+    assert "standard output" not in capsys.readouterr().err
