@@ -36,7 +36,7 @@ class ControllerConfig:
     tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
+    token_file: Path | None = setting(None, "File with bearer tokens, one per line; every call must carry one.")
     read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     run_id: str = setting("", "Name of the run that this belongs to: workers that expect another are refused.")

@@ -65,8 +65,8 @@ class WriterLock:
         names = os.fstat(self._file).st_nlink
         if names > 1:
             raise StoreError(
-                f"{self.database} has {names} names (hard links), and what SQLite has not yet moved into the file lies "
-                "beside only one of them: remove the others, or copy the file instead of linking it."
+                f"{self.database} has {names} names (hard links), and its -wal file lies beside only one of them: "
+                "remove the others, or copy the file instead of linking it."
             )
 
     @property
@@ -165,8 +165,8 @@ class Presence:
 
 def gone(name: Path, what: str) -> StoreGoneError:
     return StoreGoneError(
-        f"{name} was {what} while the controller was writing to it: what has been acknowledged may be gone, nothing more "
-        "is acknowledged; put the file back or restore a backup, and start the controller again."
+        f"{name} was {what} while the controller was writing to it, and acknowledged reports may be gone: put it back "
+        "or restore a backup, and start the controller again."
     )
 
 

@@ -56,7 +56,7 @@ def run(
     budget_s: float = typer.Option(
         0.0, min=0, help=f"Seconds of measuring; 0: {FULL_S:g}, or {QUICK_S:g} with --quick."
     ),
-    temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
+    temperature: float = typer.Option(0.0, min=0, max=100, help="Sampling temperature at which acceptance is measured."),
     prompts: Path | None = typer.Option(
         None, help="File of prompts, one JSON string a line; default: held-out files of Python's library."
     ),

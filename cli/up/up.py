@@ -46,10 +46,10 @@ OF_FLEETS = (
 def up(
     context: typer.Context,
     workers: int = typer.Option(
-        1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
+        1, min=1, max=64, help="Workers to run; each listens one port above the one before."
     ),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
-    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker; port 0: any that is free."),
     http_listen: str = typer.Option(
         "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
     ),
@@ -63,7 +63,7 @@ def up(
     ray: str = typer.Option(
         "",
         metavar="[ADDRESS]",
-        help="Run on the Ray cluster at this address; without one on this machine's, or a new one.",
+        help="Run on the Ray cluster at this address; without one: this machine's, or a new one.",
     ),
     **settings: Any,
 ) -> None:

@@ -94,5 +94,5 @@ def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
     for text in ("9", "90"):
         with pytest.raises(UserError, match=f"no context is called '{text}'"):
             find_context(rows, text)
-    with pytest.raises(UserError, match="fits several contexts"):
+    with pytest.raises(UserError, match="matches several contexts"):
         find_context(rows, "gpu")
