@@ -39,7 +39,7 @@ VERBS: Verbs = {
         "Show the estimates behind the arm of a batch size.",
     ),
     "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
-    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and acceptance offline; show and share them."),
+    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and acceptance offline, and show them."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.backup", "restore", "Restore the database from a backup."),
     "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),

@@ -102,7 +102,7 @@ CREATE TABLE arm_estimates (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE learned_states (
-  -- The estimator's own state of a pair and all its contexts, from which a restarted controller goes on: a numpy .npz.
+  -- The estimator's state of a pair and all its contexts, as JSON. A restarted controller goes on from it.
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
   state BLOB NOT NULL CHECK (length(state) > 0),

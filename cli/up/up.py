@@ -45,9 +45,7 @@ OF_FLEETS = (
 @flags_from(ClientConfig, *SECURITY)
 def up(
     context: typer.Context,
-    workers: int = typer.Option(
-        1, min=1, max=64, help="Workers to run; each listens one port above the one before."
-    ),
+    workers: int = typer.Option(1, min=1, max=64, help="Workers to run; each listens one port above the one before."),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker; port 0: any that is free."),
     http_listen: str = typer.Option(

@@ -129,7 +129,7 @@ class StepExecutor:
         try:
             self._draft_prefill_s += self._runner.feed_draft_prompts(chunks, self._outbox.deliver)
         except Exception:
-            log.exception("draft-model prefill of %d prompts failed; the draft model catches up on its next use", len(chunks))
+            log.exception("draft-model prefill of %d prompts failed; it catches up on its next use", len(chunks))
 
     def end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
         """Abort sequences that have rows. error: None if a caller asked for it."""

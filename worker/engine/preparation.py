@@ -247,8 +247,8 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_
         fitting = fit_rows(*wanted, least, spare, budget)
         if not fitting[0]:
             raise ModelError(
-                f"a single sequence of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: use a smaller "
-                "model or another device"
+                f"a single sequence of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: "
+                "use a smaller model or another device"
             )
     if fitting != wanted:
         sizes = *fitting, *wanted
