@@ -68,7 +68,9 @@ def in_words(explanation: Explanation) -> list[str]:
     sentences = _about_choice(explanation) + _about_runner_up(explanation) + _about_plain(explanation)
     if explanation.survival:
         shown = ", ".join(f"{100 * value:.0f}%" for value in explanation.survival)
-        sentences.append(f"Draft tokens 1 to {len(explanation.survival)} survive with {shown}.")
+        sentences.append(
+            f"Draft tokens 1 to {len(explanation.survival)} and all before them are accepted in {shown} of steps."
+        )
     change = explanation.last_change
     if change is not None:
         before = "nothing" if change.previous_arm is None else f"'{change.previous_arm}'"

@@ -144,7 +144,7 @@ def test_thousands_of_stale_workers_are_told_in_a_few_lines(tmp_path):
     assert [finding.check for finding in named[:2]] == ["worker worker-1", "worker worker-2"], "heard last"
     [total, rest] = [finding.found for finding in findings if finding.check == "workers"]
     assert total == "100 known, 0 active within the hour"
-    assert rest.startswith(f"{100 - module.MOST_NAMED} more are stale")
+    assert rest.startswith(f"{100 - module.MOST_NAMED} more have been stale")
 
 
 def test_what_was_given_up_is_told(tmp_path):
