@@ -28,7 +28,7 @@ def dashboard(
     ),
     open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
 ) -> None:
-    """Look at what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
+    """Show what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
 
     Needs the extra packages of `pip install 'speclen[inspect]'`.
 

@@ -68,7 +68,7 @@ def run(
     as_json: bool = JSON,
     **settings: Any,
 ) -> None:
-    """Measure whole-step times and survival over batch sizes and lengths on the real engine.
+    """Measure step times and acceptance by batch size and length, on the real engine.
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
@@ -115,7 +115,7 @@ def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budge
 
 @app.command()
 def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
-    """Show a profile: time per token, what our estimator selects from it, and survival.
+    """Show a profile: time per token, the lengths that the estimator selects, and acceptance.
 
     Example: speclen profile show latest
     """

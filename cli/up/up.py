@@ -65,7 +65,7 @@ def up(
     ),
     **settings: Any,
 ) -> None:
-    """Run a controller and workers, and restart what dies, until Ctrl-C.
+    """Run a controller and workers until Ctrl-C, and restart those that end.
 
     Example: speclen up --workers 2
     """
