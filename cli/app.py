@@ -60,7 +60,7 @@ CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
 class SpeclenGroup(LazyGroup):
-    """The verbs; one that is not among them is told with the one that was meant."""
+    """The verbs; an unknown one is refused with a suggestion."""
 
     verbs = VERBS
 
@@ -213,7 +213,7 @@ def main() -> None:
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.exit(1)
 
 

@@ -52,7 +52,7 @@ def dashboard(
 
 
 def address(listen: str, insecure: bool) -> tuple[str, int]:
-    """Host and port. Raises UserError for something else, and for an open address unless told."""
+    """Host and port. Raises UserError for anything else, and for an open address without --insecure."""
     try:
         host, port = split_address("--listen", listen)
     except ValueError as error:

@@ -98,7 +98,7 @@ def lock_path(database: Path) -> Path:
 
 
 def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
-    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if somebody else keeps it."""
+    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if another process keeps it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -127,7 +127,7 @@ def _is_held(path: Path) -> bool:
 
 
 class StoreGoneError(StoreError):
-    """The files of the database were deleted or replaced while it was open. Nothing more can be promised."""
+    """The files of the database were deleted or replaced while it was open. Nothing more is acknowledged."""
 
 
 class Presence:

@@ -168,7 +168,7 @@ def refusing(
     code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
     words: str = "send the metadata `authorization: Bearer TOKEN`",
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers with the code; an unknown method is not told from a known one."""
+    """A handler of the same shape that answers with the code; an unknown method gets the same answer as a known one."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, words)
@@ -243,7 +243,7 @@ def read_file(flag: str, path: Path) -> bytes:
 
 
 def read_authority(flag: str, path: Path) -> bytes:
-    """Certificates in a PEM file. Raises ValueError: gRPC would print pages about them, and then trust nobody."""
+    """Certificates in a PEM file. Raises ValueError: gRPC would print pages of errors, and then refuse every peer."""
     content = read_file(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))

@@ -31,7 +31,7 @@ from speclen.worker.models.naming import check_names
 
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
-# Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
+# Passed on to every worker; it reads its other settings from the environment and the configuration file.
 OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
@@ -142,7 +142,7 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
-        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        # The controller first, alone: errors of its database come before a worker loads a model.
         tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":

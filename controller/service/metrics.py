@@ -1,4 +1,4 @@
-"""Prometheus metrics of the controller, read from the running objects when somebody asks: no cost until then."""
+"""Prometheus metrics of the controller, read from the running objects on each scrape: no cost until then."""
 
 from __future__ import annotations
 
