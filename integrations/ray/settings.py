@@ -58,7 +58,7 @@ class FleetConfig:
             check_pages(self.metrics_listen, ServerSecurity(self.controller_cert, self.controller_key), self.insecure)
         for name in self.worker:
             if name not in OF_WORKERS:
-                raise ValueError(f"{name} is no setting of workers on Ray")
+                raise ValueError(f"{name} is no setting of workers on Ray: see `speclen worker --help`")
         self.worker_config({})
 
     @property
@@ -100,7 +100,7 @@ def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
         elif name in OF_WORKERS:
             worker[name] = parse(WorkerConfig, name, value)
         else:
-            raise ValueError(f"{key} is no setting of a fleet on Ray")
+            raise ValueError(f"{key} is no setting of a fleet on Ray: see `speclen up --help`")
     return FleetConfig(**fleet, worker=worker)
 
 
