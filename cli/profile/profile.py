@@ -17,7 +17,7 @@ from speclen.cli.profile.plot import plot as draw
 from speclen.cli.profile.show import show as show_tables
 from speclen.cli.support.client import SECURITY, ClientConfig, client_from
 from speclen.cli.support.database import DATABASE
-from speclen.cli.support.errors import UserError, say, wrapped
+from speclen.cli.support.errors import say, user_errors, wrapped
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
@@ -94,10 +94,8 @@ def measured(
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
-    try:
+    with user_errors():
         made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     path = out or folder / f"{file_stem(made.context)}.json"
     write_document(path, made.to_json())
     say(f"profile in {path}")
@@ -194,11 +192,9 @@ def load(threads: int, settings: dict[str, Any]) -> ModelPair:
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
-    try:
+    with user_errors():
         target, draft, device, dtype = (settings[name] for name in MODELS)
         pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     set_threads(threads, pair)
     return pair
 

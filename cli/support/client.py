@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.transport.address import past_proxies, split_address
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
@@ -55,18 +55,14 @@ class Client:
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
         self.security = security or ClientSecurity()
-        try:
+        with user_errors():
             self._credentials, metadata = self.security.credentials(), self.security.metadata()
-        except ValueError as error:
-            raise UserError(str(error)) from error
         self._interceptors = [Bearer(metadata)] if metadata else []
 
     def channel(self, address: str, flag: str = "--worker") -> grpc.Channel:
         """A channel whose calls carry the token. Raises UserError for something else than HOST:PORT."""
-        try:
+        with user_errors():
             split_address(flag, address)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         options = [*OPTIONS, *past_proxies(address)]
         if self._credentials is None:
             channel = grpc.insecure_channel(address, options)

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.cli.support.progress import LiveLine
@@ -168,11 +168,9 @@ def database_of(controller: str, client: Client) -> Path:
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
-    try:
+    with user_errors():
         check_names(options["target"], options["draft"])
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return options
 
 
