@@ -27,23 +27,6 @@ def past_proxies(address: str) -> list[tuple[str, int]]:
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 
-def check_exposure(
-    flag: str, address: str, encrypted: bool, authenticated: bool, insecure: bool, means: str = "--token-file"
-) -> None:
-    """Raise ValueError for an address that other machines reach while nothing protects it.
-
-    encrypted: the server has TLS. authenticated: callers prove who they are, by certificate or token. means: flag that
-    makes callers prove it, besides --tls-client-ca; "" where none does.
-    """
-    host, _ = split_address(flag, address)
-    if is_loopback(host) or insecure or (encrypted and authenticated):
-        return
-    raise ValueError(
-        f"{flag} {address} is open to other machines: give --tls-cert and --tls-key with --tls-client-ca"
-        f"{f' or {means}' if means else ''}, use 127.0.0.1, or accept the risk with --insecure"
-    )
-
-
 def check_free(flag: str, address: str) -> None:
     """Raise OSError at once when the port is taken, before anything slow starts."""
     host, port = split_address(flag, address)

@@ -6,8 +6,6 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,7 +13,7 @@ import grpc
 from speclen.cli.support.errors import UserError, user_errors
 from speclen.transport.address import past_proxies, split_address
 from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import setting
+from speclen.transport.settings import settings_of
 
 # A request whose worker is gone before anything came of it is sent once more; gRPC never repeats one that has begun to
 # stream. Ray's proxy says INTERNAL for a worker that died, and so does a worker whose step failed.
@@ -34,20 +32,7 @@ RETRY = {
     ]
 }
 OPTIONS = (("grpc.service_config", json.dumps(RETRY)),)
-# Settings of ClientConfig that are about protection, as the verbs take them.
-SECURITY = ("ca", "cert", "key", "token_file")
-
-
-@dataclass(frozen=True, slots=True)
-class ClientConfig:
-    """Read for every verb from its flags, its own variables and section, `SPECLEN_CLIENT_*` and the section [client]."""
-
-    worker: str = setting("127.0.0.1:7080", "Address of the worker.")
-    controller: str = setting("127.0.0.1:7070", "Address of the controller.")
-    ca: Path | None = setting(None, "Authority of the server's certificate, PEM: speak TLS.")
-    cert: Path | None = setting(None, "Certificate to show to the server, PEM.")
-    key: Path | None = setting(None, "Key of that certificate, PEM.")
-    token_file: Path | None = setting(None, "File with the server's bearer token.")
+WORKER = "127.0.0.1:7080"  # where one listens by default
 
 
 class Client:
@@ -111,7 +96,7 @@ class Client:
 
 def client_from(settings: dict[str, Any]) -> Client:
     """The client of a verb's settings; other settings are left alone."""
-    return Client(ClientSecurity(*(settings[name] for name in SECURITY)))
+    return Client(ClientSecurity(**{name: settings[name] for name in settings_of(ClientSecurity)}))
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:

@@ -57,10 +57,9 @@ class ServedWorker:
         thread: EngineThread,
         supervisor: Supervisor,
     ) -> None:
-        security = config.server_security()
         self.config, self.control, self.supervisor = config, control, supervisor
-        self.engine, _ = make_async_engine(config, pair, engine, control, supervisor, security)
-        self._keyring = security.keyring()
+        self.engine, _ = make_async_engine(config, pair, engine, control, supervisor)
+        self._keyring = config.keyring()
         self.servicer = GenerationServicer(
             self.engine, control, model_facts(pair, engine, control.card.context), self._keyring
         )

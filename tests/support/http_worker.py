@@ -59,7 +59,7 @@ class HttpWorker:
 
     def client(self, api_key: str = KEY, **options: Any) -> openai.OpenAI:
         """The official client, which does not retry."""
-        scheme = "https" if self.security.encrypted else "http"
+        scheme = "https" if self.security.tls_cert else "http"
         return openai.OpenAI(base_url=f"{scheme}://{self.http}/v1", api_key=api_key, max_retries=0, **options)
 
     @property

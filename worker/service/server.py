@@ -93,7 +93,7 @@ async def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_config(config)
-    security, controller = config.server_security(), config.controller_security()
+    controller = config.controller_security()
     credentials, metadata = controller.credentials(), controller.metadata()
     supervisor = Supervisor()
     torch_thread = EngineThread()
@@ -101,9 +101,9 @@ async def serve(
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     card = control.card
     config = dataclasses.replace(config, controller=controller_of(config.controller, card.context))
-    async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
-    servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
-    server, port, health_servicer = await create_server(config.listen, servicer, security)
+    async_engine, page = make_async_engine(config, pair, engine, control, supervisor)
+    servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), config.keyring())
+    server, port, health_servicer = await create_server(config.listen, servicer, config)
     # The front ends last, so that its callers get the reason.
     async with (
         probed(config.probe_listen, health_servicer),
@@ -134,7 +134,6 @@ def make_async_engine(
     engine: Engine,
     control: ControlClient,
     supervisor: Supervisor,
-    security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """The engine for gRPC and HTTP, and the metrics page, served if configured."""
     num_rows = engine.limits.max_batch_size
@@ -144,8 +143,8 @@ def make_async_engine(
     model = config.served_model_name or config.target
     page = page_of(metrics.registry, model)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen, security, page)
-        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
+        metrics.serve(config.metrics_listen, config, page)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, config, page))
     return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
 
 
