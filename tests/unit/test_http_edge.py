@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
+from speclen.transport.address import bind
 from speclen.transport.credentials import Keyring, ServerSecurity
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
-from speclen.worker.http.server import listen, make_server, serving
+from speclen.worker.http.server import make_server, serving
 from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
@@ -137,7 +138,7 @@ async def answers(scope, receive, send):
 
 async def exchange(app: Any, request: bytes) -> tuple[str, bytes]:
     """Headers and body of what a server sends until it closes the connection."""
-    bound = listen("127.0.0.1:0")
+    bound = bind("--http-listen", "127.0.0.1:0")
     async with serving(make_server(app, ServerSecurity()), bound):
         reader, writer = await asyncio.open_connection(*bound.getsockname())
         writer.write(request)
