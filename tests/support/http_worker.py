@@ -72,8 +72,7 @@ class HttpWorker:
         engine, metrics, servicer = parts_of(self.engine, self.control, self.max_waiting, 0.005, unread_s)
         self.async_engine = engine
         page = page_of(metrics.registry, self.model)
-        serves = lambda: engine.serving  # noqa: E731
-        front = Front(engine, self.model, "1.2.3", page, serves, self.chat_template, 1_700_000_000)
+        front = Front(engine, self.model, page, self.chat_template)
         grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
         await grpc_server.start()
         bound = bind("--http-listen", "127.0.0.1:0")
