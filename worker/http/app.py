@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +213,8 @@ def add_errors(app: FastAPI, front: Front) -> None:
     """Answer and count errors outside of a job."""
 
     async def handle(request: Request, error: Any) -> Response:
-        told, headers = error, {}
+        told: Exception = error
+        headers: Mapping[str, str] = {}  # the methods that a path has
         if isinstance(error, RequestValidationError):
             told = from_invalid_body(request, error)
         elif isinstance(error, HTTPException):  # an unknown path, or a method that it has not
