@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from speclen.cli.support.database import DB_OPTION, copy_database
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
 
@@ -46,9 +46,7 @@ def restore(
         raise UserError(f"{db} exists: name another file with --db, or give --overwrite")
     if not source.is_file():
         raise UserError(f"there is no backup at {source}: name a file that `speclen backup` wrote")
-    try:
+    with user_errors(StoreError):
         check_file(source)
         put_in_place(source, db)
-    except StoreError as error:
-        raise UserError(str(error)) from error
     say(f"{db}: restored from {source}")

@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 
-from speclen.transport.address import check_free, split_address
+from speclen.transport.address import check_free
 from speclen.transport.aio import SERVER_OPTIONS
 
 MOST_CALLS = 16  # probes at once; one more is refused
@@ -42,7 +42,6 @@ async def probed(address: str, servicer: health.aio.HealthServicer) -> AsyncIter
         yield 0
         return
     check_free("--probe-listen", address)
-    split_address("--probe-listen", address)
     server = aio.server(maximum_concurrent_rpcs=MOST_CALLS, options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(CheckAlone(servicer), server)
     port = server.add_insecure_port(address)

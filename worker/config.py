@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.records import PLAIN, Arm, parse_arm
-from speclen.transport.address import check_exposure, check_free
-from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
+from speclen.transport.address import check_free
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
@@ -18,7 +18,7 @@ KEY_FLAG = "--api-key-file"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(ServerSecurity):
     """Settings of `speclen worker`. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
@@ -69,12 +69,6 @@ class WorkerConfig:
     )
     drain_timeout_s: float = setting(30.0, "Seconds that running requests have after SIGTERM.", least=0)
     log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
-    tls_cert: Path | None = setting(None, "Certificate chain of this worker, PEM.")
-    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
-    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with bearer tokens, one per line; every call must carry one.")
-    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
-    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
@@ -82,6 +76,7 @@ class WorkerConfig:
     run_id: str = setting("", "Name of the run that this belongs to; a controller of another run is not used.")
 
     def __post_init__(self) -> None:
+        ServerSecurity.__post_init__(self)
         check_bounds(self)
         check_settings(self.device, self.dtype, self.backend)
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
@@ -107,20 +102,16 @@ class WorkerConfig:
         arm = parse_policy(self.policy)
         return arm.ngram if arm is not None else self.ngram and self.policy == "adaptive"
 
-    def server_security(self) -> ServerSecurity:
-        """Security of the Generate service. Raises ValueError for flags that exclude each other."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
-
     def http_security(self) -> ServerSecurity:
-        """Security of the HTTP front, with a key file of its own if given. Raises as `server_security`."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.api_key_file or self.token_file)
+        """Security of the HTTP front, with a key file of its own if given."""
+        keys = self.api_key_file or self.token_file
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, keys, insecure=self.insecure)
 
     def check_listening(self) -> None:
         """Raises ValueError for an address that needs protection, OSError for one that is taken."""
-        security = self.server_security()
-        check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
+        self.check_exposure("--listen", self.listen)
         if self.metrics_listen:
-            check_pages(self.metrics_listen, security, self.insecure)
+            self.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)
         self.check_http()
         for name in ("listen", "metrics_listen", "http_listen", "probe_listen"):
             if address := getattr(self, name):
@@ -130,7 +121,7 @@ class WorkerConfig:
         """Raises ValueError for settings of the HTTP front that cannot work."""
         if self.http_listen:
             security = self.http_security()
-            check_exposure("--http-listen", self.http_listen, security.encrypted, security.authenticated, self.insecure)
+            security.check_exposure("--http-listen", self.http_listen)
             security.credentials()
             security.keyring(KEY_FLAG)
             self.read_template()

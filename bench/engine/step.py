@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from speclen.bench.engine.run import generate
 from speclen.bench.spread import Spread, figure, ratio, spread
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
@@ -86,14 +86,12 @@ def step(
         repeats,
         seed,
     )
-    try:
+    with user_errors():
         pair = load_pair(**(models | {"draft": draft_of(models["target"], models["draft"])}))
         set_threads(threads, pair)
         check(settings, pair)
         source = PromptSource(pair.tokenizer, held_out_texts(), seed)
         result = measure(pair, settings, source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     text = json.dumps(result, indent=2)
     if out is not None:
         write_whole(out, text)

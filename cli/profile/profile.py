@@ -15,11 +15,12 @@ from speclen.cli.profile.document import ProfileDocument, find_profile, read_doc
 from speclen.cli.profile.importing import check_same_context, find_destination
 from speclen.cli.profile.plot import plot as draw
 from speclen.cli.profile.show import show as show_tables
-from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DATABASE
-from speclen.cli.support.errors import UserError, say, wrapped
+from speclen.cli.support.errors import say, user_errors, wrapped
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from, ranges
+from speclen.transport.credentials import ClientSecurity
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -48,7 +49,7 @@ QUICK_S, FULL_S = 15.0, 150.0  # of measuring
 
 @app.command()
 @flags_from(WorkerConfig, *MODELS, "backend")
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, such as 0,2,4-8."),
@@ -94,10 +95,8 @@ def measured(
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
-    try:
+    with user_errors():
         made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     path = out or folder / f"{file_stem(made.context)}.json"
     write_document(path, made.to_json())
     say(f"profile in {path}")
@@ -157,7 +156,7 @@ def export(
 
 @app.command(name="import")
 @flags_from(WorkerConfig, *MODELS, "backend")
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
@@ -194,11 +193,9 @@ def load(threads: int, settings: dict[str, Any]) -> ModelPair:
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
-    try:
+    with user_errors():
         target, draft, device, dtype = (settings[name] for name in MODELS)
         pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     set_threads(threads, pair)
     return pair
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.client import Client, client_from
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.cli.support.progress import LiveLine
@@ -25,6 +25,7 @@ from speclen.cli.up.demo import run_demo
 from speclen.cli.up.on_ray import up_on_ray
 from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
@@ -42,7 +43,7 @@ OF_FLEETS = (
 
 @flags_from(FleetConfig, *OF_FLEETS)
 @flags_from(WorkerConfig, *OF_WORKERS)
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def up(
     context: typer.Context,
     workers: int = typer.Option(1, min=1, max=64, help="Workers to run; each listens one port above the one before."),
@@ -166,11 +167,9 @@ def database_of(controller: str, client: Client) -> Path:
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
-    try:
+    with user_errors():
         check_names(options["target"], options["draft"])
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return options
 
 

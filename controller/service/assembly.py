@@ -94,17 +94,16 @@ async def create_server(
     Raises OSError when the address cannot be bound, ValueError when a certificate or the token cannot be read.
     """
     prepare_aio()
-    security = config.security
     server = aio.server(
         options=OPTIONS,
-        interceptors=security.interceptors(),
+        interceptors=config.interceptors(),
         maximum_concurrent_rpcs=config.max_streams + SPARE_CALLS,
     )
     control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, security.add_port(server, config.listen), health_servicer
+    return server, config.add_port(server, config.listen), health_servicer
 
 
 async def create(config: ControllerConfig, store: Store, stored: StoredState) -> Running:

@@ -169,7 +169,7 @@ def show_page(controller: Running, config: ControllerConfig) -> Any:
 
     registry = CollectorRegistry()
     registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))
-    page = serve_page(config.metrics_listen, registry, config.security)
+    page = serve_page(config.metrics_listen, registry, config)
     controller.supervisor.watch(page.thread)
     return page
 

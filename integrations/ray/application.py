@@ -49,7 +49,7 @@ class Worker:
             worker_id=f"ray:{host}:{context.replica_id.unique_id}",
             insecure=config.insecure,
         )
-        self._worker = await ServedWorker.start(told, told.worker_id, lambda: find_controller(config))
+        self._worker = await ServedWorker.start(told, lambda: find_controller(config))
         SERVED[told.worker_id] = self._worker
         self._end = asyncio.create_task(self._worker.until_failed())
 

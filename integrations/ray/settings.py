@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.config import ControllerConfig
-from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.credentials import ServerSecurity
 from speclen.transport.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
 
@@ -55,7 +55,8 @@ class FleetConfig:
         if (self.controller_cert is None) != (self.controller_key is None):
             raise ValueError("--controller-cert and --controller-key belong together: give both or none")
         if self.metrics_listen:
-            check_pages(self.metrics_listen, ServerSecurity(self.controller_cert, self.controller_key), self.insecure)
+            security = ServerSecurity(self.controller_cert, self.controller_key, insecure=self.insecure)
+            security.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)
         for name in self.worker:
             if name not in OF_WORKERS:
                 raise ValueError(f"{name} is no setting of workers on Ray: see `speclen worker --help`")

@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
+from speclen.transport.address import bind
 from speclen.transport.credentials import Keyring, ServerSecurity
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
-from speclen.worker.http.server import listen, make_server, serving
+from speclen.worker.http.server import make_server, serving
 from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
@@ -41,9 +42,13 @@ class Edge:
         admission = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
         pair = SimpleNamespace(target_name="t", vocab_size=tiny_models.VOCAB_SIZE)
         engine: Any = SimpleNamespace(
-            admission=admission, metrics=self.metrics, max_sequence_tokens=256, engine=SimpleNamespace(pair=pair)
+            admission=admission,
+            metrics=self.metrics,
+            serving=False,
+            max_sequence_tokens=256,
+            engine=SimpleNamespace(pair=pair),
         )
-        app = create_app(Front(engine, "tiny", "1", registry, lambda: False))
+        app = create_app(Front(engine, "tiny", registry))
         self.app = Guard(app, keyring, body_timeout_s=0.05, refuse=self.metrics.refuse)
         self.registry = registry
 
@@ -137,7 +142,7 @@ async def answers(scope, receive, send):
 
 async def exchange(app: Any, request: bytes) -> tuple[str, bytes]:
     """Headers and body of what a server sends until it closes the connection."""
-    bound = listen("127.0.0.1:0")
+    bound = bind("--http-listen", "127.0.0.1:0")
     async with serving(make_server(app, ServerSecurity()), bound):
         reader, writer = await asyncio.open_connection(*bound.getsockname())
         writer.write(request)
