@@ -37,7 +37,7 @@ async def create_server(
     Raises OSError when the address cannot be bound, ValueError when certificates or tokens cannot be read.
     """
     prepare_aio()
-    interceptors, options = security.interceptors(), [*SERVER_OPTIONS, *options]
+    interceptors = security.interceptors()
     server = aio.server(options=options, interceptors=interceptors, maximum_concurrent_rpcs=most_calls)
     add_service(server)
     health_servicer = health.aio.HealthServicer()

@@ -24,6 +24,7 @@ from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
 from speclen.store.retention import Retention
+from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.servers import create_server
 from speclen.transport.supervision import Supervisor
 from speclen.transport.version import installed_version
@@ -34,6 +35,7 @@ SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 MAX_MESSAGE_BYTES = 4 * 2**20  # 1,024 reports of length 64 take 200 kB, the largest profile 2 MB
 SPARE_CALLS = 1024  # unary calls in progress beside the streams
 OPTIONS = [
+    *SERVER_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     # What is read ahead per stream. It bounds memory (64 MB at 4,096 streams), and the time for which pings stay unread

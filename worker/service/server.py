@@ -15,6 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
+from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.credentials import ServerSecurity
 from speclen.transport.servers import NOT_SERVING, SERVING, create_server, probed, set_health
 from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 OPTIONS = [
+    *SERVER_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
