@@ -160,7 +160,7 @@ class Context:
     ) -> None:
         values = [
             (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
-             r.num_verified_tokens, r.mean_context_length, self.grid.place(r.arm), r.latency_s)
+             r.num_verified_tokens, r.mean_context_length, self._place_of(r), r.latency_s)
             for r in records
         ]  # fmt: skip
         *columns, place, seconds = np.array(values, dtype=float).T
@@ -173,6 +173,11 @@ class Context:
         if self._believed[0] is not estimates or len(self._believed[1]) != len(self.cells.numbers):
             self._believed = (estimates, *estimates.of_cells(self.cells))
         evidence.add(worker.tail, Samples(places, log_s), *self._believed[1:])
+
+    def _place_of(self, record: StepRecord) -> int:
+        """Place of the arm that a step took the time of: where all had n-grams, the draft model made no pass."""
+        arm = record.arm
+        return self.grid.place(Arm(0, True) if arm.ngram and not record.num_drafted_sequences else arm)
 
     def _earn(self, selection: Selection, estimates: Estimates, records: Sequence[StepRecord]) -> None:
         """Give steps' time to the exploration budget, and charge what steps of probes took longer."""
