@@ -54,7 +54,7 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if not names:
         raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
     if len(names) > 1:
-        raise UserError(f"--context {context!r} fits several contexts: name one of {'; '.join(names)}")
+        raise UserError(f"--context {context!r} matches several contexts: name one of {'; '.join(names)}")
     ngram = [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
     notes = [f"the lengths in use in {names[0]}"]
     if ngram:
