@@ -27,7 +27,7 @@ from speclen.worker.observing.metrics import page_of
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.server import create_server
+from speclen.worker.service.server import open_service
 from tests.support.control_parts import client
 from tests.support.engines import make_engine
 from tests.support.served import parts_of
@@ -73,7 +73,7 @@ class HttpWorker:
         self.async_engine = engine
         page = page_of(metrics.registry, self.model)
         front = Front(engine, self.model, page, self.chat_template)
-        grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
+        grpc_server, grpc_port, _ = await open_service("127.0.0.1:0", servicer, ServerSecurity())
         await grpc_server.start()
         bound = bind("--http-listen", "127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"

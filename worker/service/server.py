@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
+from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.probes import probed
+from speclen.transport.servers import NOT_SERVING, SERVING, create_server, probed, set_health
 from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends import openvino
@@ -51,8 +50,6 @@ STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
 FRONT = "the HTTP front"
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
 
@@ -64,20 +61,12 @@ OpenFront = Callable[
 ]
 
 
-async def create_server(
+async def open_service(
     address: str, servicer: GenerationServicer, security: ServerSecurity
 ) -> tuple[aio.Server, int, health.aio.HealthServicer]:
-    """A server with Generation, health and reflection, not started yet, and its port.
-
-    Raises OSError when the address cannot be bound, ValueError when certificates or token cannot be read.
-    """
-    prepare_aio()
-    server = aio.server(options=OPTIONS, interceptors=security.interceptors())
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, security.add_port(server, address), health_servicer
+    """Server, port and health of the Generate service. Raises as `create_server`."""
+    add = functools.partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
+    return await create_server(address, SERVICE, add, security, OPTIONS)
 
 
 async def serve(
@@ -96,7 +85,7 @@ async def serve(
     parts = await make_parts(config, progress)
     engine, control, supervisor = parts.engine, parts.control, parts.supervisor
     config = dataclasses.replace(config, controller=controller_of(config.controller, control.card.context))
-    server, port, health_servicer = await create_server(config.listen, parts.servicer, config)
+    server, port, health_servicer = await open_service(config.listen, parts.servicer, config)
     # The front ends last, so that its callers get the reason.
     async with (
         probed(config.probe_listen, health_servicer),
@@ -108,14 +97,14 @@ async def serve(
         reporting = functools.partial(control.run, config.controller, credentials, metadata)
         supervisor.keep("reporting", reporting if config.controller else control.keep_bounded)
         supervisor.watch_loop()
-        await set_health(health_servicer, SERVING)
+        await set_health(health_servicer, SERVICE, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
         if front:
             progress(front)
         async with ending(server, health_servicer, engine, supervisor):
             await supervisor.wait(stopping)
             progress("draining: running requests finish, new ones are refused")
-            await set_health(health_servicer, NOT_SERVING)
+            await set_health(health_servicer, SERVICE, NOT_SERVING)
             await drain(engine, control, config.drain_timeout_s, supervisor.check)
     await wait_until_stopped(running)
 
@@ -166,7 +155,7 @@ async def ending(
     except PartFailedError as error:
         log.critical("the worker cannot go on and ends", reason=str(error))
         grace_s = FAILURE_GRACE_S
-        await set_health(health_servicer, NOT_SERVING)
+        await set_health(health_servicer, SERVICE, NOT_SERVING)
         async_engine.fail(EngineFailedError(f"{error}; the worker ends"))
         raise
     finally:
@@ -211,11 +200,6 @@ async def wait_until_stopped(running: asyncio.Future[None]) -> None:
         error = f"{ENGINE} has not stopped within {STOP_TIMEOUT_S:g} s"
         log.critical("the worker ends without its engine", reason=error)
         raise PartFailedError(error)
-
-
-async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
-    await servicer.set("", status)
-    await servicer.set(SERVICE, status)
 
 
 async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:
