@@ -3,7 +3,7 @@
 -- length (tokens of the draft model) with or without n-grams; columns named arm say it in words.
 
 CREATE TABLE contexts (
-  -- What step times depend on. Acceptance depends on (target, draft) alone.
+  -- What step times depend on.
   context_id INTEGER PRIMARY KEY,
   target TEXT NOT NULL CHECK (target <> ''),
   draft TEXT NOT NULL,
@@ -67,7 +67,7 @@ CREATE TABLE profile_cells (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE acceptance (
-  -- Survival per draft position of a pair, shared by all hardware.
+  -- Survival per draft position of a pair, from its context with the most evidence: the first guess of a new one.
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
   position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
