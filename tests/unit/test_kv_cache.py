@@ -56,7 +56,7 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
-    with pytest.raises(MemoryError, match=r"1000000 rows .* GiB of KV.*lower the batch size"):
+    with pytest.raises(MemoryError, match=r"1000000 sequences .* GiB of KV.*lower --max-batch-size"):
         KVPool([LayerShape(64, 128)] * 80, 1_000_000, 1_000_000, torch.float32, CPU)
 
 
