@@ -96,11 +96,12 @@ def cells_of(row: Row, wide: bool) -> dict[str, str]:
 def arm_and_equals(arm: str, equal_arms: str | None, width: int) -> str:
     """The arm, then as many of its equals as fit, then the number of the others.
 
-    Equals of the arm's kind are given by their length: `draft 3 = 4`.
+    Equals of the arm's kind come first, by their length: `draft 3 = 4`.
     """
     text, others = arm, equal_arms.split(" = ") if equal_arms else []
     kind = arm.rstrip("0123456789")
     names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
+    names.sort(key=lambda name: not name.isdigit())
     while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= width:
         text = f"{text} = {names.pop(0)}"
     return f"{text} (+{len(names)})" if names else text
