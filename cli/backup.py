@@ -35,10 +35,10 @@ def restore(
     db: Path = DB_OPTION,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
 ) -> None:
-    """Make a backup the database again, while no controller runs on it.
+    """Restore the database from a backup, while no controller runs on it.
 
-    Workers register anew by themselves. Reports acknowledged after the backup are gone; the controller says how many commits
-    that were.
+    Workers register anew by themselves. Reports acknowledged after the backup
+    are gone; the controller says how many commits that were.
 
     Example: speclen restore speclen-copy.db --db .speclen/speclen.db
     """

@@ -21,7 +21,7 @@ def controller(**settings: Any) -> None:
         config = ControllerConfig(**settings)
         # Its matrices are small: more threads would only wait for each other, on cores that workers need.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        from speclen.controller.service.server import serve  # here, so that --help and mistakes are told at once
+        from speclen.controller.service.server import serve  # here, so that --help and errors in flags are quick
         from speclen.transport.logs import set_up_logs
 
         set_up_logs(config.log_level)

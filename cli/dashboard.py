@@ -28,7 +28,7 @@ def dashboard(
     ),
     open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
 ) -> None:
-    """Look at what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
+    """Show what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
 
     Needs the extra packages of `pip install 'speclen[inspect]'`.
 
@@ -52,7 +52,7 @@ def dashboard(
 
 
 def address(listen: str, insecure: bool) -> tuple[str, int]:
-    """Host and port. Raises UserError for something else, and for an open address unless told."""
+    """Host and port. Raises UserError for anything else, and for an open address without --insecure."""
     with user_errors():
         host, port = split_address("--listen", listen)
     if not is_loopback(host) and not insecure:

@@ -54,7 +54,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 def to_vllm(ranges: Sequence[Range]) -> Written:
     """For --speculative-config, beside method and model. Above the last range vLLM goes on with its length."""
     most = max(each.length for each in ranges)
-    notes = [] if most else ["vLLM wants num_speculative_tokens of at least 1, so that is written though none is used"]
+    notes = [] if most else ["vLLM needs num_speculative_tokens of at least 1: 1 is written, though none is in use"]
     table = [[each.low, each.high, each.length] for each in ranges]
     return json.dumps({"num_speculative_tokens": max(1, most), VLLM_KEY: table}), notes
 
@@ -144,7 +144,7 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if not names:
         raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
     if len(names) > 1:
-        raise UserError(f"--context {context!r} fits several contexts: name one of {'; '.join(names)}")
+        raise UserError(f"--context {context!r} matches several contexts: name one of {'; '.join(names)}")
     ngram = [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
     notes = [f"the lengths in use in {names[0]}"]
     if ngram:

@@ -40,8 +40,8 @@ def generate(
     prompt: str = typer.Argument(help="The prompt; - reads it from standard input."),
     max_tokens: int = typer.Option(128, min=1, max=MOST_TOKENS, help="Tokens to generate at most."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="0 is greedy."),
-    top_p: float = typer.Option(1.0, min=0, max=1, help="Smallest set of tokens with this probability."),
-    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="The k most likely tokens; 0: all."),
+    top_p: float = typer.Option(1.0, min=0, max=1, help="Sample from the likeliest tokens of this total probability."),
+    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="Number of most likely tokens to sample from; 0: all."),
     seed: int | None = typer.Option(
         None, min=0, max=MOST_SEED, help="Same seed, same tokens, as far as the worker's dtype allows."
     ),

@@ -61,7 +61,7 @@ class ServerSecurity:
     tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
+    token_file: Path | None = setting(None, "File with bearer tokens, one per line; every call must carry one.")
     read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
 
@@ -164,7 +164,7 @@ def refusing(
     code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
     words: str = "send the metadata `authorization: Bearer TOKEN`",
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers with the code; an unknown method is not told from a known one."""
+    """A handler of the same shape that answers with the code; an unknown method gets the same answer as a known one."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, words)
@@ -206,7 +206,7 @@ class ClientSecurity:
 
 
 def read_tokens(flag: str, path: Path) -> list[str]:
-    """The tokens in a file, one a line; empty lines and those that begin with # are left out. Raises ValueError."""
+    """The tokens in a file, one per line; empty lines and those that begin with # are left out. Raises ValueError."""
     lines = [line.strip() for line in read_file(flag, path).decode("utf-8", errors="replace").splitlines()]
     return [check_token(flag, path, line) for line in lines if line and not line.startswith("#")] or [
         check_token(flag, path, "")
@@ -235,7 +235,7 @@ def read_file(flag: str, path: Path) -> bytes:
 
 
 def read_authority(flag: str, path: Path) -> bytes:
-    """Certificates in a PEM file. Raises ValueError: gRPC would print pages about them, and then trust nobody."""
+    """Certificates in a PEM file. Raises ValueError: gRPC would print pages of errors, and then refuse every peer."""
     content = read_file(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))

@@ -23,12 +23,12 @@ class WorkerConfig(ServerSecurity):
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting(
-        "127.0.0.1:7070", "Address of the controller; several with commas, one of which is taken; empty for none."
+        "127.0.0.1:7070", "Address of the controller; of several, separated by commas, one is chosen; empty: none."
     )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
         AUTO,
-        "Draft model, likewise; auto: the bundled one with a bundled target; none: only n-grams are proposed.",
+        "Draft model; auto: the bundled one with a bundled target; none: only n-grams are proposed.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
@@ -40,7 +40,7 @@ class WorkerConfig(ServerSecurity):
     ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) beside draft tokens.")
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
-        0.0, "A request that would wait longer than these seconds for a slot is refused at once; 0: none is.", least=0
+        0.0, "Refuse a request at once that would wait for a slot longer than this many seconds; 0: never.", least=0
     )
     max_kv_tokens: int = setting(0, "Tokens of KV cache over all sequences; 0: as many as fit.", least=0)
     max_cached_tokens: int = setting(
@@ -56,7 +56,7 @@ class WorkerConfig(ServerSecurity):
     )
     http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
     api_key_file: Path | None = setting(
-        None, "File with the keys of HTTP callers, one a line, sent as bearer token; default: --token-file."
+        None, "File with the keys of HTTP callers, one per line, sent as bearer token; default: --token-file."
     )
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
@@ -73,7 +73,7 @@ class WorkerConfig(ServerSecurity):
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
     controller_token_file: Path | None = setting(None, "File with the controller's bearer token.")
-    run_id: str = setting("", "Name of the run that this belongs to: only a controller of the same will do.")
+    run_id: str = setting("", "Name of the run that this belongs to; a controller of another run is not used.")
 
     def __post_init__(self) -> None:
         ServerSecurity.__post_init__(self)

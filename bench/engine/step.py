@@ -63,7 +63,7 @@ class Work(NamedTuple):
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
-    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, likewise; 0 is always measured."),
+    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, such as 2,4-8; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),

@@ -28,7 +28,7 @@ def explain(
     db: Path = DB_OPTION,
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Show the estimates behind a choice: ms per token of every arm, survival, the runner-up, the last change.
+    """Show the estimates behind a choice: ms per token of every arm, acceptance, the runner-up, the last change.
 
     Example: speclen explain --batch 8 --db .speclen/speclen.db
     """

@@ -32,7 +32,7 @@ from speclen.worker.models.naming import check_names
 
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
-# Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
+# Passed on to every worker; it reads its other settings from the environment and the configuration file.
 OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
@@ -46,11 +46,9 @@ OF_FLEETS = (
 @flags_from(ClientSecurity)
 def up(
     context: typer.Context,
-    workers: int = typer.Option(
-        1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
-    ),
+    workers: int = typer.Option(1, min=1, max=64, help="Workers to run; each listens one port above the one before."),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
-    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker; port 0: any that is free."),
     http_listen: str = typer.Option(
         "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
     ),
@@ -64,11 +62,11 @@ def up(
     ray: str = typer.Option(
         "",
         metavar="[ADDRESS]",
-        help="Run on the Ray cluster at this address; without one on this machine's, or a new one.",
+        help="Run on the Ray cluster at this address; without one: this machine's, or a new one.",
     ),
     **settings: Any,
 ) -> None:
-    """Run a controller and workers, and restart what dies, until Ctrl-C.
+    """Run a controller and workers until Ctrl-C, and restart those that end.
 
     Example: speclen up --workers 2
     """
@@ -145,7 +143,7 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
-        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        # The controller first, alone: errors of its database come before a worker loads a model.
         tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":

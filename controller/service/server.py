@@ -59,7 +59,7 @@ def start_work(controller: Running, store: Store) -> None:
     supervisor.start("learning", learner.run())
     supervisor.start("the journal", controller.journal.run(learner.learn_all))
     supervisor.start("the sweep of streams", streams.sweep())
-    supervisor.start("the delivery of news", streams.deliver())
+    supervisor.start("the delivery of updates", streams.deliver())
     supervisor.start("the database", watch_store(store, controller.health))
 
 

@@ -95,7 +95,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: FleetConfig) -> serve.Application:
-    """The application. Requests beyond a worker's rows wait at the proxies, so that whoever is free first takes them."""
+    """The application. Requests beyond a worker's rows wait at the proxies, so that the first free worker takes them."""
     told = config.worker_config({})
     at_once = told.max_batch_size + config.rows_ahead
     sizes: dict[str, Any] = {"num_replicas": config.workers}

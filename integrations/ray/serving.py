@@ -92,7 +92,7 @@ class ServedWorker:
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     """The HTTP front behind its guard, as `speclen worker --http-listen` has it.
 
-    Without a token nobody may call, unless insecure, as over gRPC: a file of Serve's opens its proxy to other machines.
+    Without a token every call is refused, unless insecure, as over gRPC: a Serve file opens its proxy to other machines.
     """
     front = front_of(config, engine, None)  # no metrics page: each look at it would be at another worker
     keyring = config.http_security().keyring(KEY_FLAG)

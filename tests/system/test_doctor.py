@@ -130,7 +130,7 @@ def test_a_stale_worker_and_one_whose_reports_are_refused_are_named(tmp_path):
     path = write_database(tmp_path / "s.db", last_seen_at=time.time() - 7200, num_refused=50)
     named = [finding for finding in examine(path) if finding.check == "worker worker-1"]
     assert [finding.status for finding in named] == ["warning", "warning"]
-    assert "last heard" in named[0].found
+    assert "last active" in named[0].found
     assert "50 of its reports were refused" in named[1].found
 
 
@@ -143,8 +143,8 @@ def test_thousands_of_stale_workers_are_told_in_a_few_lines(tmp_path):
     assert len(named) == 2 * module.MOST_NAMED
     assert [finding.check for finding in named[:2]] == ["worker worker-1", "worker worker-2"], "heard last"
     [total, rest] = [finding.found for finding in findings if finding.check == "workers"]
-    assert total == "100 known, 0 heard within the hour"
-    assert rest.startswith(f"{100 - module.MOST_NAMED} more are stale")
+    assert total == "100 known, 0 active within the hour"
+    assert rest.startswith(f"{100 - module.MOST_NAMED} more have been stale")
 
 
 def test_what_was_given_up_is_told(tmp_path):
