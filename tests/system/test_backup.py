@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -11,11 +10,7 @@ from speclen.cli.backup import backup
 from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
 from tests.support.database_rows import write_database
-from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now
-
-
-def to_file(target: Path, db: Path, overwrite: bool = False) -> None:
-    backup(target, db, overwrite)
+from tests.support.store_rows import moment, report, rows, spoil_a_page, spoil_a_value, store_now
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
@@ -35,7 +30,7 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
     try:
         for number in range(5):
             copy = tmp_path / f"copy-{number}.db"
-            to_file(copy, tmp_path / "s.db")
+            backup(copy, tmp_path / "s.db", overwrite=False)
             [(applied, stored, highest)] = rows(
                 copy,
                 "SELECT applied_seq, (SELECT count(*) FROM step_reports), (SELECT max(seq) FROM step_reports) FROM workers",
@@ -53,9 +48,9 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     copy.write_text("precious")
     with pytest.raises(UserError, match="--overwrite"):
-        to_file(copy, original)
+        backup(copy, original, overwrite=False)
     assert copy.read_text() == "precious"
-    to_file(copy, original, overwrite=True)
+    backup(copy, original, overwrite=True)
     assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
@@ -66,24 +61,17 @@ def test_the_database_is_no_place_for_its_copy(tmp_path):
     before = database.stat().st_ino
     for target in (database, tmp_path / "link.db"):
         with pytest.raises(UserError, match="is the database itself"):
-            to_file(target, database, overwrite=True)
+            backup(target, database, overwrite=True)
     assert database.stat().st_ino == before
 
 
-def zero_a_page(path: Path) -> None:
-    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
-    content = bytearray(path.read_bytes())
-    content[(page - 1) * 4096 : page * 4096] = bytes(4096)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("harm", [spoil_a_value, zero_a_page])
+@pytest.mark.parametrize("harm", [spoil_a_value, spoil_a_page])
 def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, harm):
     """Whoever was told that the place cannot be written looked at the wrong disk."""
     database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     harm(database)
     with pytest.raises(UserError, match=r"s\.db cannot be copied \(.*\): look at it with `speclen doctor`") as refused:
-        to_file(copy, database)
+        backup(copy, database, overwrite=False)
     assert "copy.db" not in str(refused.value)
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == []
@@ -92,8 +80,8 @@ def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, h
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     original = write_database(tmp_path / "s.db")
     with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
-        to_file(tmp_path / "missing" / "copy.db", original)
+        backup(tmp_path / "missing" / "copy.db", original, overwrite=False)
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"folder cannot be written"):
-        to_file(tmp_path / "folder", original, overwrite=True)
+        backup(tmp_path / "folder", original, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]

@@ -94,13 +94,6 @@ def test_a_variable_that_is_no_setting_is_an_error():
     assert "SPECLEN_TABELS_DB" in result.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_an_example(verb):
-    result = speclen(verb, "--help")
-    assert result.returncode == 0, result.stderr
-    assert f"speclen {verb}" in result.stdout.partition("Example")[2], result.stdout
-
-
 def test_user_errors_are_exceptions_of_their_own():
     assert not issubclass(UserError, ValueError)  # else a verb's own ValueError would be taken for the user's
 
@@ -184,13 +177,13 @@ def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
     assert arguments[0] in result.stderr or "UTF-8" in result.stderr
 
 
-def test_help_fits_80_columns_and_keeps_its_brackets():
-    result = speclen("dashboard", "--help", COLUMNS="80")
-    assert "pip install 'speclen[inspect]'" in result.stdout
-    for verb in VERBS:
-        said = speclen(verb, "--help", COLUMNS="80").stdout
-        assert max(map(len, said.splitlines())) <= 80
-        assert "…" not in said, said
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_fits_80_columns_and_keeps_its_brackets(verb):
+    said = speclen(verb, "--help", COLUMNS="80").stdout
+    assert f"speclen {verb}" in said.partition("Example")[2], said
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said, said
+    assert verb != "dashboard" or "pip install 'speclen[inspect]'" in said
 
 
 class Answering(generation_pb2_grpc.GenerationServiceServicer):

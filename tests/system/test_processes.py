@@ -13,6 +13,7 @@ from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
+from tests.support.waiting import until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -220,10 +221,7 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
         parent.send_signal(first)  # it comes twice, and is no impatience
         time.sleep(0.5)
         assert all(is_alive(pid) for pid in children)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "told").exists():  # else the interrupt may come before the end has begun
-        assert time.monotonic() < deadline, "the last child was not told to end"
-        time.sleep(0.01)
+    until((tmp_path / "told").exists)  # else the interrupt may come before the end has begun
     parent.send_signal(signal.SIGINT)
     parent.wait(60)
     assert not any(is_alive(pid) for pid in children)

@@ -13,20 +13,12 @@ from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import rows, spoil_a_value
 
 
-def back_up(db, to) -> None:
-    backup(to, db, overwrite=False)
-
-
-def bring_back(source, db, overwrite: bool = False) -> None:
-    restore(source, db, overwrite)
-
-
 def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
     database = write_database(tmp_path / "s.db")
     copy = tmp_path / "copy.db"
-    back_up(database, copy)
+    backup(copy, database, overwrite=False)
     write_database(database)  # two commits more
-    bring_back(copy, database, overwrite=True)
+    restore(copy, database, overwrite=True)
     store = Store.open(database)
     assert store.num_commits_missing == 2
     store.close()
@@ -36,7 +28,7 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
 def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
     db = write_killed_database(tmp_path / "killed.db")
     target = db if onto == "itself" else tmp_path / "new.db"
-    bring_back(db, target, overwrite=onto == "itself")
+    restore(db, target, overwrite=onto == "itself")
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
     Store.open(target).close()
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
@@ -44,14 +36,14 @@ def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
 
 def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tmp_path, monkeypatch):
     db, copy = write_killed_database(tmp_path / "killed.db"), tmp_path / "copy.db"
-    back_up(write_database(tmp_path / "s.db"), copy)
+    backup(copy, write_database(tmp_path / "s.db"), overwrite=False)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("speclen.store.backup.move_into_place", full)
     with pytest.raises(UserError, match="No space left on device"):
-        bring_back(copy, db, overwrite=True)
+        restore(copy, db, overwrite=True)
     assert rows(db, "SELECT seq FROM step_reports") == [(1,), (2,)]
 
 
@@ -60,7 +52,7 @@ def test_a_link_to_the_database_stays_one(tmp_path):
     write_database(volume)
     shutil.copyfile(volume, tmp_path / "backup.db")
     link.symlink_to(volume)
-    bring_back(tmp_path / "backup.db", link, overwrite=True)
+    restore(tmp_path / "backup.db", link, overwrite=True)
     assert link.is_symlink()
     assert rows(volume, "SELECT count(*) FROM contexts") == rows(
         tmp_path / "backup.db", "SELECT count(*) FROM contexts"
@@ -69,21 +61,21 @@ def test_a_link_to_the_database_stays_one(tmp_path):
 
 def test_a_database_in_use_is_not_replaced(tmp_path):
     database = write_database(tmp_path / "s.db")
-    back_up(database, tmp_path / "copy.db")
+    backup(tmp_path / "copy.db", database, overwrite=False)
     store = Store.open(database)
     with pytest.raises(UserError, match="--overwrite"):
-        bring_back(tmp_path / "copy.db", database)
+        restore(tmp_path / "copy.db", database, overwrite=False)
     with pytest.raises(UserError, match="in use by another controller"):
-        bring_back(tmp_path / "copy.db", database, overwrite=True)
+        restore(tmp_path / "copy.db", database, overwrite=True)
     store.close()
 
 
 def test_what_is_no_backup_is_refused_by_name(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(UserError, match="text"):
-        bring_back(tmp_path / "text", tmp_path / "s.db")
+        restore(tmp_path / "text", tmp_path / "s.db", overwrite=False)
     with pytest.raises(UserError, match=r"no backup at .*absent"):
-        bring_back(tmp_path / "absent", tmp_path / "s.db")
+        restore(tmp_path / "absent", tmp_path / "s.db", overwrite=False)
     assert not (tmp_path / "s.db").exists()
 
 
@@ -94,6 +86,6 @@ def test_a_damaged_backup_gets_advice_that_restore_can_follow(tmp_path, harm):
     harm(backup)
     before = {file.name for file in tmp_path.iterdir()}
     with pytest.raises(UserError, match=r"backup\.db is damaged .*: take another copy") as no:
-        bring_back(backup, tmp_path / "s.db")
+        restore(backup, tmp_path / "s.db", overwrite=False)
     assert "--move-corrupt-aside" not in str(no.value)
     assert {file.name for file in tmp_path.iterdir()} == before

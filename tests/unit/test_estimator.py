@@ -98,17 +98,6 @@ def test_from_nothing_it_finds_arms_close_to_the_best(acceptance: float) -> None
     assert max(map(worker.shortfall, SIZES)) < 0.03
 
 
-def test_a_profile_seeds_but_does_not_override() -> None:
-    """By the profile drafting takes ten times as long as it does."""
-    worker = Worker(made())
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
-    assert worker.shortfall(4) > 0.05, "the profile must be wrong"
-    worker.serve(4, 400)
-    assert worker.shortfall(4) < 0.03
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
-    assert worker.shortfall(4) < 0.03
-
-
 def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     """By the profile drafting never pays. The batch size moves before a probe can run at the one it was made for."""
     worker = Worker(made())

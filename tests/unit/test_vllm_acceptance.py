@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,15 +23,9 @@ class Steps:
         self.now = 0.0
 
     def schedule(self, **changes: Any) -> Any:
-        output = SimpleNamespace(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=fake_vllm.CachedRequestData(
-                set(), [each.num_computed_tokens for each in self.requests.values()]
-            ),
-            num_scheduled_tokens=dict.fromkeys(self.requests, 1 + LENGTH),
-            scheduled_spec_decode_tokens={name: [1] * LENGTH for name in self.requests},
-            num_invalid_spec_tokens=None,
-        )
+        contexts = [each.num_computed_tokens for each in self.requests.values()]
+        drafts = dict.fromkeys(self.requests, [1] * LENGTH)
+        output = fake_vllm.scheduled(dict.fromkeys(self.requests, 1 + LENGTH), drafts, contexts)
         vars(output).update(changes)
         pending = self.tracker.scheduled(output, self.requests, self.now)
         if pending is not None:

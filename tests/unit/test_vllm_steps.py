@@ -38,14 +38,8 @@ class Control:
         self.reports.append(record)
 
 
-class EveryLength:
-    """Follows the controller from its first word on."""
-
-    def note(self, step):
-        pass
-
-    def choice(self, batch_size, wanted):
-        return wanted
+# Follows the controller from its first word on.
+EVERY_LENGTH = SimpleNamespace(note=lambda step: None, choice=lambda batch_size, wanted: wanted)
 
 
 class Engine:
@@ -54,7 +48,7 @@ class Engine:
     def __init__(self, lengths, traits=None):
         control = self.control = Control(lengths)
         tracker = StepTracker(traits or Traits(), ArmChoice(Arm(5)))
-        steering = self.steering = Steering(control, tracker, EveryLength(), SimpleNamespace(stop=lambda: None))
+        steering = self.steering = Steering(control, tracker, EVERY_LENGTH, SimpleNamespace(stop=lambda: None))
         engine = self
 
         class Scheduler(fake_vllm.Scheduler):
@@ -83,14 +77,15 @@ class Engine:
         return self.control.reports
 
 
-def test_a_steady_batch_teaches_its_length_and_its_time():
-    engine = Engine(lambda size: 2)
+@pytest.mark.parametrize(("length", "histogram"), [(2, (0, 3, 0)), (0, (3,))])
+def test_a_steady_batch_teaches_its_length_and_its_time(length, histogram):
+    engine = Engine(lambda size: length)
     for name in "abc":
         engine.scheduler.add(name, 10)
     for _ in range(8):
         engine.step(0.02)
     last = engine.results()[-1]
-    assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (3, 2, (0, 3, 0))
+    assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (3, length, histogram)
     assert last.latency_s == pytest.approx(0.02)
     assert last.flags == frozenset()
     assert last.decision_version == 3
@@ -128,15 +123,6 @@ def test_a_step_between_two_lengths_teaches_no_time():
         engine.step()
     told = [(each.arm.speculation_length, StepFlag.CHANGED_ARM in each.flags) for each in engine.results()[3:]]
     assert told == [(4, False)] * 4 + [(4, True)] + [(1, False)] * 3
-
-
-def test_length_zero_is_plain_decoding():
-    engine = Engine(lambda size: 0)
-    engine.scheduler.add("a", 10)
-    for _ in range(4):
-        engine.step()
-    last = engine.results()[-1]
-    assert (last.arm.speculation_length, last.accepted_histogram, last.flags) == (0, (1,), frozenset())
 
 
 def test_all_steps_of_a_probe_quote_it_and_all_but_its_first_are_usable():
@@ -187,13 +173,8 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
     for step in map(json.loads, RECORDED.read_text().splitlines()):
         if step["run"] != run:
             continue
-        output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in step["new"]],
-            scheduled_cached_reqs=fake_vllm.CachedRequestData(set(step["resumed"]), step["contexts"]),
-            num_scheduled_tokens=step["tokens"],
-            scheduled_spec_decode_tokens={name: [0] * n for name, n in step["drafts"].items()},
-            num_invalid_spec_tokens=None,
-        )
+        drafts = {name: [0] * n for name, n in step["drafts"].items()}
+        output = fake_vllm.scheduled(step["tokens"], drafts, step["contexts"], step["new"], step["resumed"])
         requests = {name: fake_vllm.Request(name, 1, **values) for name, values in step["requests"].items()}
         pending = tracker.scheduled(output, requests, step["started"])
         if pending is not None:
