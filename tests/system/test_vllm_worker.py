@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -160,9 +159,8 @@ def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
 def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=f"127.0.0.1:{silent.getsockname()[1]}")
-        begun = time.monotonic()
         assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
-        assert time.monotonic() - begun < 20.0
+        assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
         assert scheduler.steering.num_reported == 59
 
 
@@ -378,12 +376,3 @@ def test_the_configured_table_is_vllms_own():
 def test_sentences_name_variables_for_our_flags_and_leave_vllms():
     sentence = as_variables("--controller-ca needs --policy and --speculative-config")
     assert sentence == "SPECLEN_WORKER_CONTROLLER_CA needs SPECLEN_WORKER_POLICY and --speculative-config"
-
-
-def test_vllms_process_loads_neither_our_torch_nor_our_engine():
-    code = (
-        "import sys, speclen.integrations.vllm.wiring; "
-        "heavy = {'torch', 'transformers', 'fastapi', 'typer', 'sqlite_utils', 'speclen.worker.engine.engine', "
-        "'speclen.worker.backends', 'speclen.controller'}; print(*(heavy & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() == []

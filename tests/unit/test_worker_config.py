@@ -2,6 +2,7 @@
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -85,11 +86,22 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
         ({"dtype": "x"}, "--dtype 'x' is not known; use auto, float32, bfloat16, float16"),
         ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
         ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
+        ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
+        ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
+        ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
+        ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
     ],
 )
 def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
-        WorkerConfig(**settings)
+        WorkerConfig(**settings).check_http()
+
+
+def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
+    token, key = tmp_path / "token", tmp_path / "key"
+    assert WorkerConfig(token_file=token).http_security().token_file == token
+    assert WorkerConfig(token_file=token, api_key_file=key).http_security().token_file == key
+    assert WorkerConfig(token_file=token, api_key_file=key).server_security().token_file == token
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])
