@@ -50,7 +50,6 @@ class Program(Child):
     def kill(self) -> None:
         """SIGKILL, unless it has ended before, by itself."""
         assert self.exit_code is None, f"{self.name} had ended by itself: {self.last_words()}"
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
 

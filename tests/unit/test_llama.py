@@ -52,7 +52,6 @@ def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> N
 
 def halved_angles(model: Any, *others: Any) -> Any:
     decoder = rewrite(model, *others)
-    assert decoder is not None
     decoder.angles.mul_(0.5)
     return decoder
 

@@ -92,5 +92,4 @@ def test_machines_without_openvino(attribute: str, found: Any, reason: str, monk
     monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
     monkeypatch.setattr(openvino, attribute, found)
     told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
-    assert told is not None
     assert re.search(reason, told)

@@ -44,7 +44,6 @@ class Steps:
 
 
 def read(record: StepRecord | None) -> tuple[int, tuple[int, ...]]:
-    assert record is not None
     return record.batch_size, record.accepted_histogram
 
 
@@ -56,7 +55,6 @@ def test_requests_that_ended_count_for_time_and_not_for_acceptance():
     steps.requests["b"].is_over = True  # likewise, and somebody still reads its KV
     record = steps.end(output, a=3, b=2, c=1)
     assert read(record) == (3, (0, 1, 0, 0))
-    assert record is not None
     assert record.num_verified_tokens == 3 * (1 + LENGTH), "they were computed"
     assert steps.tracker.num_odd == 0
 
@@ -82,8 +80,6 @@ def test_drafts_beyond_the_draft_models_context_are_no_predictions(longest_conte
     steps = Steps("ab", Traits(longest_context=longest_context))
     steps.requests["b"].num_computed_tokens = 20
     before, after = steps.step(a=1), steps.step()
-    assert before is not None
-    assert after is not None
     assert (StepFlag.CHANGED_ARM in before.flags) is is_void, "it did not draft"
     assert (StepFlag.MIXED_LENGTHS in after.flags) is is_void, "it verified zeros"
     assert StepFlag.MIXED_LENGTHS not in before.flags
@@ -94,7 +90,6 @@ def test_a_step_that_skips_its_drafts_takes_other_time():
     steps.step()
     steps.step()
     skipped = steps.end(steps.schedule(skip_drafts=True))
-    assert skipped is not None
     assert StepFlag.CHANGED_ARM in skipped.flags
 
 
@@ -104,7 +99,6 @@ def test_a_step_without_tokens_does_not_cut_the_one_in_flight():
     steps.end(first)
     steps.end(steps.schedule(num_scheduled_tokens={}), took_s=0.004)
     record = steps.end(second, took_s=0.006)
-    assert record is not None
     assert record.latency_s == pytest.approx(0.010)
 
 

@@ -85,7 +85,6 @@ class Replay:
         drafts = dict.fromkeys(names, [1] * length) if length else {}
         output = fake_vllm.scheduled(tokens, drafts, [step.context] * len(names) if step else [], new)
         pending = self.tracker.scheduled(output, self.requests, self.now_s)
-        assert pending is not None
         self.tracker.drafts(pending, ArmChoice(Arm(following.length), probe_id=following.probe_id))
         return output
 
@@ -115,7 +114,6 @@ def replayed(name: str) -> list[StepRecord]:
         if before is not None:
             reports.append(replay.end(*before))
         before = output, step
-    assert before is not None
     reports.append(replay.end(*before))
     assert replay.tracker.num_odd == 0
     return [report for report in reports if report is not None]

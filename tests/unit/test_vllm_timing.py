@@ -76,7 +76,6 @@ class Queue:
         drafts = {name: [1] * self.verified for name in names if name not in new}
         output = fake_vllm.scheduled(tokens, drafts, [50] * (len(names) - len(new)), new)
         pending = self.tracker.scheduled(output, self.requests, 1e-3 * self.now_ms)
-        assert pending is not None
         self.tracker.drafts(pending, choice)
         begin = max(self.now_ms, self.device_free_ms)
         self.now_ms += machine.host
