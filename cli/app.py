@@ -27,7 +27,7 @@ VERBS: Verbs = {
     "controller": (
         "speclen.cli.controller",
         "controller",
-        "Run the controller: learns the lengths, keeps them in SQLite.",
+        "Run the controller, which learns arms and keeps them in SQLite.",
     ),
     "worker": ("speclen.cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
     "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
@@ -39,12 +39,12 @@ VERBS: Verbs = {
         "Show the estimates behind the arm of a batch size.",
     ),
     "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
-    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
+    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and acceptance offline, and show them."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
-    "restore": ("speclen.cli.backup", "restore", "Make a backup the database again."),
+    "restore": ("speclen.cli.backup", "restore", "Restore the database from a backup."),
     "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
-    "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
+    "dashboard": ("speclen.cli.dashboard", "dashboard", "Show what was learned in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.
@@ -60,7 +60,7 @@ CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
 class SpeclenGroup(LazyGroup):
-    """The verbs; one that is not among them is told with the one that was meant."""
+    """The verbs; an unknown one is refused with a suggestion."""
 
     verbs = VERBS
 
@@ -190,7 +190,7 @@ app = typer.Typer(cls=SpeclenGroup, add_completion=False, no_args_is_help=True, 
 @app.callback()
 def root(
     ctx: typer.Context,
-    config: Path | None = typer.Option(None, envvar="SPECLEN_CONFIG", help="TOML file with one section a verb."),
+    config: Path | None = typer.Option(None, envvar="SPECLEN_CONFIG", help="TOML file with one section per verb."),
     _: bool = typer.Option(
         False, "--version", callback=show_version, is_eager=True, show_envvar=False, help="Print the version."
     ),
@@ -213,7 +213,7 @@ def main() -> None:
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.exit(1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from speclen.cli.support.database import DB_OPTION, copy_database
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
 
@@ -35,10 +35,10 @@ def restore(
     db: Path = DB_OPTION,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
 ) -> None:
-    """Make a backup the database again, while no controller runs on it.
+    """Restore the database from a backup, while no controller runs on it.
 
-    Workers register anew by themselves. Reports acknowledged after the backup are gone; the controller says how many commits
-    that were.
+    Workers register anew by themselves. Reports acknowledged after the backup
+    are gone; the controller says how many commits that were.
 
     Example: speclen restore speclen-copy.db --db .speclen/speclen.db
     """
@@ -46,9 +46,7 @@ def restore(
         raise UserError(f"{db} exists: name another file with --db, or give --overwrite")
     if not source.is_file():
         raise UserError(f"there is no backup at {source}: name a file that `speclen backup` wrote")
-    try:
+    with user_errors(StoreError):
         check_file(source)
         put_in_place(source, db)
-    except StoreError as error:
-        raise UserError(str(error)) from error
     say(f"{db}: restored from {source}")

@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import Any
 
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import user_errors
 from speclen.cli.support.flags import flags_from
 from speclen.controller.config import ControllerConfig
 
@@ -17,17 +17,15 @@ def controller(**settings: Any) -> None:
 
     Example: speclen controller --listen 127.0.0.1:7070 --db speclen.db --metrics-listen 127.0.0.1:9090
     """
-    try:
+    with user_errors((ValueError, OSError)):
         config = ControllerConfig(**settings)
         # Its matrices are small: more threads would only wait for each other, on cores that workers need.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        from speclen.controller.service.server import serve  # here, so that --help and mistakes are told at once
+        from speclen.controller.service.server import serve  # here, so that --help and errors in flags are quick
         from speclen.transport.logs import set_up_logs
 
         set_up_logs(config.log_level)
         asyncio.run(serve(config, announce))
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
 
 
 def announce(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.transport.address import is_loopback, split_address
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def dashboard(
     ),
     open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
 ) -> None:
-    """Look at what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
+    """Show what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
 
     Needs the extra packages of `pip install 'speclen[inspect]'`.
 
@@ -52,11 +52,9 @@ def dashboard(
 
 
 def address(listen: str, insecure: bool) -> tuple[str, int]:
-    """Host and port. Raises UserError for something else, and for an open address unless told."""
-    try:
+    """Host and port. Raises UserError for anything else, and for an open address without --insecure."""
+    with user_errors():
         host, port = split_address("--listen", listen)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if not is_loopback(host) and not insecure:
         raise UserError(f"--listen {listen} is open to others and has no passwords: use 127.0.0.1, or give --insecure")
     return host, port

@@ -28,7 +28,7 @@ LOW_SPACE_BYTES = 1 << 30
 ISOLATED_WITHIN_S = 7 * 86_400.0
 # So many workers are named for one reason: where each incarnation has a name of its own, thousands are stale.
 MOST_NAMED = 20
-ISOLATED_ADVICE = "look at its machine: throttled, shared, or not the device it says? The others' arms are not affected"
+ISOLATED_ADVICE = "look at its machine: it may be throttled, shared, or another device; other workers are not affected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ def space(db: Path, connection: Connection) -> Iterator[Finding]:
 def workers(db: Path, connection: Connection) -> Iterator[Finding]:
     known = view_rows(connection, "worker_health")
     stale = [row for row in known if row["status"] == "stale"]
-    yield Finding("workers", "ok", f"{len(known)} known, {len(known) - len(stale)} heard within the hour")
+    yield Finding("workers", "ok", f"{len(known)} known, {len(known) - len(stale)} active within the hour")
     for row in stale[:MOST_NAMED]:  # the view has those heard last first
-        found = f"last heard {row['last_seen_at']} UTC"
+        found = f"last active {row['last_seen_at']} UTC"
         advice = "restart it, or ignore this if it was taken out of service"
         yield Finding(f"worker {row['worker_id']}", "warning", found, advice)
     if len(stale) > MOST_NAMED:
-        found = f"{len(stale) - MOST_NAMED} more are stale, unheard for longer than those named here"
+        found = f"{len(stale) - MOST_NAMED} more have been stale for longer"
         yield Finding("workers", "warning", found, "the view worker_health has them all")
     refused = [row for row in known if row["num_refused"] > max(10, row["num_reports"] // 100)]
     for row in refused[:MOST_NAMED]:
@@ -173,7 +173,7 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
         "reports_dropped": "the disk was full for long: make room; what was learned from them is kept",
         "rows_refused": "the controller made rows that break the schema's rules: please report this",
         "state_set_aside": "it is learned anew; its content is kept in store_events",
-        "commits_missing": "as after a restore: their reports are lost, what workers still hold is sent again",
+        "commits_missing": "their reports are lost; workers send again what they still hold",
     }
     rows: list[Any] = connection.execute(query).fetchall()
     if not rows:

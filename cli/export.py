@@ -12,7 +12,7 @@ import typer
 from speclen.cli.formats import WRITERS, Range, merged
 from speclen.cli.learned.table import Row, rows_of
 from speclen.cli.support.database import DB_OPTION
-from speclen.cli.support.errors import UserError, wrapped
+from speclen.cli.support.errors import UserError, user_errors, wrapped
 from speclen.cli.support.files import write_whole
 
 FORMATS = ("json", *WRITERS)
@@ -54,7 +54,7 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if not names:
         raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
     if len(names) > 1:
-        raise UserError(f"--context {context!r} fits several contexts: name one of {'; '.join(names)}")
+        raise UserError(f"--context {context!r} matches several contexts: name one of {'; '.join(names)}")
     ngram = [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
     notes = [f"the lengths in use in {names[0]}"]
     if ngram:
@@ -62,10 +62,8 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
             f"the best lengths in {names[0]}",
             f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the lengths there are the best without",
         ]
-    try:
+    with user_errors():
         text, limits = WRITERS[table_format](merged(best_lengths(rows)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return text, notes + limits
 
 

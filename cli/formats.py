@@ -44,7 +44,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 def to_vllm(ranges: Sequence[Range]) -> Written:
     """For --speculative-config, beside method and model. Above the last range vLLM goes on with its length."""
     most = max(each.length for each in ranges)
-    notes = [] if most else ["vLLM wants num_speculative_tokens of at least 1, so that is written though none is used"]
+    notes = [] if most else ["vLLM needs num_speculative_tokens of at least 1: 1 is written, though none is in use"]
     table = [[each.low, each.high, each.length] for each in ranges]
     return json.dumps({"num_speculative_tokens": max(1, most), VLLM_KEY: table}), notes
 

@@ -9,9 +9,10 @@ from typing import Any
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.client import WORKER, client_from
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.flags import flags_from
+from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -34,13 +35,13 @@ def parse_speculation(text: str) -> pb.Speculation:
     )
 
 
-@flags_from(ClientConfig, "worker", *SECURITY)
+@flags_from(ClientSecurity)
 def generate(
     prompt: str = typer.Argument(help="The prompt; - reads it from standard input."),
     max_tokens: int = typer.Option(128, min=1, max=MOST_TOKENS, help="Tokens to generate at most."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="0 is greedy."),
-    top_p: float = typer.Option(1.0, min=0, max=1, help="Smallest set of tokens with this probability."),
-    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="The k most likely tokens; 0: all."),
+    top_p: float = typer.Option(1.0, min=0, max=1, help="Sample from the likeliest tokens of this total probability."),
+    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="Number of most likely tokens to sample from; 0: all."),
     seed: int | None = typer.Option(
         None, min=0, max=MOST_SEED, help="Same seed, same tokens, as far as the worker's dtype allows."
     ),
@@ -49,7 +50,8 @@ def generate(
     speculation: str = typer.Option("auto", help="auto, off, or a fixed number of tokens."),
     timeout_s: float = typer.Option(300.0, min=0.001, max=LONGEST_WAIT_S, help="Give up after this many seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print the completions as JSON instead of text."),
-    **reaching: Any,
+    worker: str = typer.Option(WORKER, help="Address of the worker."),
+    **security: Any,
 ) -> None:
     """Send one prompt to a worker and print what it generates.
 
@@ -66,8 +68,7 @@ def generate(
         stream=not as_json and n == 1,
         speculation=parse_speculation(speculation),
     )
-    client, worker = client_from(reaching), reaching["worker"]
-    with client.calling("worker", worker) as channel:
+    with client_from(security).calling("worker", worker) as channel:
         completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
     if as_json:
         print(json.dumps(completions, indent=2))

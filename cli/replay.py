@@ -12,7 +12,7 @@ from rich.console import Console
 
 from speclen.cli.learned.history import MAX_REPORTS, events
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, Replay
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.records import Arm
@@ -39,10 +39,8 @@ def replay(
         stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
-    try:
+    with user_errors():  # no such policy
         result = replay_events(history, policy)
-    except ValueError as error:  # no such policy
-        raise UserError(str(error)) from error
     agreement = compare(result, stored, known)
     if as_json:
         facts = {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}

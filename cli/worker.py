@@ -52,8 +52,7 @@ def check_surroundings(config: WorkerConfig) -> None:
     check_names(config.target, config.draft)
     if config.profile is not None:
         table_from_file(config.profile, Limits(config.max_batch_size, config.max_length))
-    security = config.server_security()
-    security.credentials(), security.interceptors()
+    config.credentials(), config.interceptors()
     config.check_listening()
     for address in controllers(config.controller):
         check_controller(config.controller_security(), address, config.run_id)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.transport.address import check_exposure
-from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.credentials import ServerSecurity
 from speclen.transport.settings import check_bounds, setting
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerConfig:
+class ControllerConfig(ServerSecurity):
     """Everything that `speclen controller` can be told. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7070", "Address of the service, HOST:PORT; port 0 for a free one.")
@@ -33,25 +32,14 @@ class ControllerConfig:
     drain_timeout_s: float = setting(10.0, "Seconds that the last commit has after SIGTERM.", least=0)
     move_corrupt_aside: bool = setting(False, "Rename a damaged database and start anew.")
     log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
-    tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
-    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
-    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
-    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
-    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     run_id: str = setting("", "Name of the run that this belongs to: workers that expect another are refused.")
 
     def __post_init__(self) -> None:
+        ServerSecurity.__post_init__(self)
         check_bounds(self)
-        security = self.security
-        check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
+        self.check_exposure("--listen", self.listen)
         if self.metrics_listen:
-            check_pages(self.metrics_listen, security, self.insecure)
-
-    @property
-    def security(self) -> ServerSecurity:
-        """TLS and token. Raises ValueError for a combination that cannot work."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
+            self.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)
 
     @property
     def database(self) -> Path:

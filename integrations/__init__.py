@@ -1,1 +1,1 @@
-"""speclen inside other people's engines. Nothing else of ours imports it."""
+"""speclen inside other engines. No other folder imports it."""

@@ -22,7 +22,7 @@ def tracked(pattern: str) -> list[Path]:
 
 def sentences(page: str) -> list[str]:
     """Return the sentences of paragraphs and lists: no code, no tables, no headings."""
-    text = re.sub(r"^```.*?^```$|^    .*$|<!--.*?-->", "\n", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$|^    [^\n]*$|<!--.*?-->", "\n", page, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "CODE", text)
     found = [" ".join(part.split()) for part in PARAGRAPH_ENDS.split(text)]

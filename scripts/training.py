@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -66,29 +67,16 @@ def completed(
     engine: Engine, requests: Iterator[GenerationRequest], at_once: int, seconds: float
 ) -> Iterator[tuple[GenerationRequest, list[SequenceOutput]]]:
     """Run requests for so many seconds, so many at a time; those under way at the end are dropped."""
-    ended: list[tuple[GenerationRequest, list[SequenceOutput]]] = []
-    start, under_way = time.monotonic(), 0
-    while time.monotonic() - start < seconds:
-        for request in (next(requests) for _ in range(at_once - under_way)):
-            submit(engine, request, ended)
+    under_way: dict[str, tuple[GenerationRequest, list[SequenceOutput]]] = {}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for request in islice(requests, at_once - len(under_way)):
+            under_way[request.request_id] = request, []
+            engine.submit(request, lambda output: under_way[output.request_id][1].append(output))
         engine.step()
-        under_way = at_once - len(ended)
-        yield from ended
-        ended.clear()
-
-
-def submit(
-    engine: Engine, request: GenerationRequest, ended: list[tuple[GenerationRequest, list[SequenceOutput]]]
-) -> None:
-    """Queue a request; with its outputs it joins `ended`."""
-    outputs: list[SequenceOutput] = []
-
-    def on_output(output: SequenceOutput) -> None:
-        outputs.append(output)
-        if output.finish_reason is not None:
-            ended.append((request, outputs))
-
-    engine.submit(request, on_output)
+        for name, (_, outputs) in list(under_way.items()):
+            if outputs and outputs[-1].finish_reason is not None:
+                yield under_way.pop(name)
 
 
 def save(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path, facts: dict[str, object]) -> None:

@@ -79,7 +79,7 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         if is_new(connection):
-            what = f"{path} has no tables, as a first start leaves it that was killed or found no room"
+            what = f"{path} has no tables, as after a first start that did not end"
             raise StoreError(f"{what}: start a controller on it, or delete it.")
         require_ours(path, connection)
     except FileErrors as error:

@@ -1,4 +1,4 @@
-"""The database of one controller: commits go to one writer thread, in order, and nobody waits for the disk.
+"""The database of one controller: commits go to one writer thread, in order, and no caller waits for the disk.
 
 Once a commit's callback came with None, its reports are never lost and never counted twice, whatever dies: rows,
 estimates and high-water marks are of one transaction, and that is on the disk.
@@ -168,7 +168,7 @@ class Store:
         self._thread.join()
 
     def _run(self) -> None:
-        """Write until the end; however that comes, `health` tells it, and everybody who waits is told."""
+        """Write until the end; however it comes, `health` shows it, and waiting callers get an error."""
         try:
             self._write_for_ever()
             self._connection.close()
@@ -238,7 +238,7 @@ class Store:
         """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
         if is_corruption(error):
             self._presence.check(self._commit_number)
-            with contextlib.suppress(OSError):  # the damage itself is what is told
+            with contextlib.suppress(OSError):  # the damage itself is reported
                 damage_path(self.path).touch()
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 

@@ -65,8 +65,8 @@ class WriterLock:
         names = os.fstat(self._file).st_nlink
         if names > 1:
             raise StoreError(
-                f"{self.database} has {names} names (hard links), and what SQLite has not yet moved into the file lies "
-                "beside only one of them: remove the others, or copy the file instead of linking it."
+                f"{self.database} has {names} names (hard links), and its -wal file lies beside only one of them: "
+                "remove the others, or copy the file instead of linking it."
             )
 
     @property
@@ -98,7 +98,7 @@ def lock_path(database: Path) -> Path:
 
 
 def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
-    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if somebody else keeps it."""
+    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if another process keeps it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -127,7 +127,7 @@ def _is_held(path: Path) -> bool:
 
 
 class StoreGoneError(StoreError):
-    """The files of the database were deleted or replaced while it was open. Nothing more can be promised."""
+    """The files of the database were deleted or replaced while it was open. Nothing more is acknowledged."""
 
 
 class Presence:
@@ -165,8 +165,8 @@ class Presence:
 
 def gone(name: Path, what: str) -> StoreGoneError:
     return StoreGoneError(
-        f"{name} was {what} while the controller was writing to it: what has been acknowledged may be gone, nothing more "
-        "is acknowledged; put the file back or restore a backup, and start the controller again."
+        f"{name} was {what} while the controller was writing to it, and acknowledged reports may be gone: put it back "
+        "or restore a backup, and start the controller again."
     )
 
 

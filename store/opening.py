@@ -42,7 +42,7 @@ def note_missing(connection: Connection, num_commits: int) -> None:
     """Leave a trace of acknowledged commits that are gone: a WAL cut short, or a backup put back."""
     detail = "commits were acknowledged under this name and are not in the file"
     row = StoreEventRow("commits_missing", num_commits, detail, time.time())
-    with contextlib.suppress(sqlite3.Error):  # a full disk: whoever opens the store tells of it all the same
+    with contextlib.suppress(sqlite3.Error):  # a full disk: opening the store reports it anyway
         statements.EVENTS["store_events"].run(connection, [row])
 
 
@@ -57,7 +57,7 @@ def _check_content(path: Path, connection: Connection, checked_bytes: int) -> No
 
 
 def give_way() -> None:
-    """Lower the calling thread's priority, since nobody waits for it. Only Linux has priorities of single threads."""
+    """Lower the calling thread's priority, since no caller waits for it. Only Linux has priorities of single threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)

@@ -102,7 +102,7 @@ CREATE TABLE arm_estimates (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE learned_states (
-  -- The estimator's own state of a pair and all its contexts, from which a restarted controller goes on: a numpy .npz.
+  -- The estimator's state of a pair and all its contexts, as JSON. A restarted controller goes on from it.
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
   state BLOB NOT NULL CHECK (length(state) > 0),
@@ -413,7 +413,7 @@ FROM workers AS w JOIN contexts AS x USING (context_id)
 ORDER BY w.last_seen_at DESC;
 
 CREATE VIEW prediction_error AS
--- By minute and range of batch sizes: ms per token that the estimates promised for the steps of that minute, and observed.
+-- By minute and range of batch sizes: ms per token, predicted for the steps of that minute and observed.
 SELECT
   strftime('%Y-%m-%d %H:%M', w.window_start, 'unixepoch') AS minute,
   x.context,
@@ -424,7 +424,7 @@ SELECT
   1000 * sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens) AS predicted_ms_per_token,
   1000 * sum(w.sum_step_s) / sum(w.sum_tokens) AS observed_ms_per_token,
   100 * ((sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens)) / (sum(w.sum_step_s) / sum(w.sum_tokens)) - 1)
-    AS error_percent,  -- above 0: faster than promised
+    AS error_percent,  -- above 0: faster than predicted
   w.window_start  -- the minute in seconds since 1970: WHERE window_start > ... is quick however much there is
 FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
 GROUP BY w.window_start, w.context_id, w.batch_min

@@ -1,1 +1,1 @@
-"""Parts that controller and worker share: addresses, TLS, tokens, logs, supervision. Imports nothing of ours."""
+"""Parts that controller and worker share: addresses, TLS, tokens, logs, supervision. Imports no other folder."""

@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from speclen.transport.address import check_exposure
+from speclen.transport.address import is_loopback, split_address
+from speclen.transport.settings import setting
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
@@ -55,18 +56,14 @@ def digest(text: str | bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """Protection of a server: TLS, tokens. Raises ValueError, naming flags, for a combination that cannot work.
+    """TLS and tokens: settings of every server. Raises ValueError, naming flags, for a combination that cannot work."""
 
-    tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
-    token_file: file with tokens, one a line, one of which every call must carry. read_token_file: likewise, for calls
-    that only read.
-    """
-
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    token_file: Path | None = None
-    read_token_file: Path | None = None
+    tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
+    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
+    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
+    token_file: Path | None = setting(None, "File with bearer tokens, one per line; every call must carry one.")
+    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
+    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
 
     def __post_init__(self) -> None:
         if self.read_token_file is not None and self.token_file is None:
@@ -76,13 +73,18 @@ class ServerSecurity:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key: give all three")
 
-    @property
-    def encrypted(self) -> bool:
-        return self.tls_cert is not None
+    def check_exposure(self, flag: str, address: str, tokens: bool = True) -> None:
+        """Raise ValueError for an address that other machines reach while nothing protects it.
 
-    @property
-    def authenticated(self) -> bool:
-        return self.tls_client_ca is not None or self.token_file is not None
+        tokens: its callers may prove who they are by a token, too.
+        """
+        proven = self.tls_client_ca is not None or (tokens and self.token_file is not None)
+        if is_loopback(split_address(flag, address)[0]) or self.insecure or (self.tls_cert is not None and proven):
+            return
+        raise ValueError(
+            f"{flag} {address} is open to other machines: give --tls-cert and --tls-key with --tls-client-ca"
+            f"{' or --token-file' if tokens else ''}, use 127.0.0.1, or accept the risk with --insecure"
+        )
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """Certificates as configured; None for a server without TLS. Raises ValueError."""
@@ -131,12 +133,6 @@ class ServerSecurity:
             raise OSError(f"cannot listen on {address}: is it taken? Choose another with --listen") from error
 
 
-def check_pages(address: str, security: ServerSecurity, insecure: bool) -> None:
-    """Raise ValueError for a Prometheus page that others reach unasked: it knows no token, so it wants certificates."""
-    authenticated = security.tls_client_ca is not None
-    check_exposure("--metrics-listen", address, security.encrypted, authenticated, insecure, means="")
-
-
 # What a method that changes nothing begins with: ours, and those of health and reflection.
 READING = ("Get", "Check", "Watch", "List", "ServerReflectionInfo")
 
@@ -168,7 +164,7 @@ def refusing(
     code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
     words: str = "send the metadata `authorization: Bearer TOKEN`",
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers with the code; an unknown method is not told from a known one."""
+    """A handler of the same shape that answers with the code; an unknown method gets the same answer as a known one."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, words)
@@ -182,16 +178,12 @@ def refusing(
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """Credentials of a client. ca: PEM file of the authority that signed the server's certificate.
+    """Credentials: settings of every client. prefix: of the flags that errors name."""
 
-    cert, key: the client's own, for servers that ask for one. token_file: the server's token. prefix: of the flags that
-    errors name.
-    """
-
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    token_file: Path | None = None
+    ca: Path | None = setting(None, "Authority of the server's certificate, PEM: speak TLS.")
+    cert: Path | None = setting(None, "Certificate to show to the server, PEM.")
+    key: Path | None = setting(None, "Key of that certificate, PEM.")
+    token_file: Path | None = setting(None, "File with the server's bearer token.")
     prefix: str = "--"
 
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -214,7 +206,7 @@ class ClientSecurity:
 
 
 def read_tokens(flag: str, path: Path) -> list[str]:
-    """The tokens in a file, one a line; empty lines and those that begin with # are left out. Raises ValueError."""
+    """The tokens in a file, one per line; empty lines and those that begin with # are left out. Raises ValueError."""
     lines = [line.strip() for line in read_file(flag, path).decode("utf-8", errors="replace").splitlines()]
     return [check_token(flag, path, line) for line in lines if line and not line.startswith("#")] or [
         check_token(flag, path, "")
@@ -243,7 +235,7 @@ def read_file(flag: str, path: Path) -> bytes:
 
 
 def read_authority(flag: str, path: Path) -> bytes:
-    """Certificates in a PEM file. Raises ValueError: gRPC would print pages about them, and then trust nobody."""
+    """Certificates in a PEM file. Raises ValueError: gRPC would print pages of errors, and then refuse every peer."""
     content = read_file(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))

@@ -54,7 +54,7 @@ def let_nobody_wait(server: Any) -> None:
 
 
 def tell_error(request: object, client_address: object) -> None:
-    """Of a connection that broke, or whose certificate is none, nobody here needs to know."""
+    """Ignore broken connections and failed TLS handshakes."""
     error = sys.exception()
     if not isinstance(error, OSError):
         log.error("the metrics page cannot be shown", client=client_address, exc_info=error)

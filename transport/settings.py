@@ -17,8 +17,9 @@ def setting(default: Any, help: str, *, least: float | None = None, most: float 
 
 
 def settings_of(config: type) -> Mapping[str, Field[Any]]:
-    """The settings of a configuration class by name, in their order; its other fields are not among them."""
-    return {each.name: each for each in fields(config) if "help" in each.metadata}
+    """The settings of a configuration class by name, its own before its base's; its other fields are not among them."""
+    own = config.__annotations__
+    return {each.name: each for each in sorted(fields(config), key=lambda each: each.name not in own) if each.metadata}
 
 
 def flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Somebody who notices the end of whatever should never end, in a worker and in a controller.
+"""Supervision of the tasks and threads of a process that should never end.
 
 Two kinds of parts: what a process cannot serve without takes it down, and what can begin again is started anew and
 counted. And the event loop itself is watched, by a thread: a loop that hangs answers nobody, not even for its health.
@@ -26,7 +26,7 @@ FIRST_PAUSE_S = 0.5  # before a part that has ended is started again; doubles up
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a part that ran so long before it ended is started again after the first pause
 CANCEL_AGAIN_S = 1.0  # a part that has not ended so long after it was cancelled is cancelled again
-# How often it is looked whether threads are alive. An end is told, and the process gone, within a second.
+# How often it is looked whether threads are alive. An end is logged, and the process gone, within a second.
 LOOK_INTERVAL_S = 0.25
 # A loop that has not come to a callback for so many looks in a row hangs. Looks, not seconds: a process that was stopped
 # and goes on, or a machine that slept, has missed the looks as well.
@@ -133,7 +133,7 @@ class Supervisor:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback or a task that nobody waits for has failed: counted, and told in one line."""
+        """A callback or a task without a waiting caller has failed: counted, and logged in one line."""
         self.num_failures["event loop"] += 1
         error = context.get("exception")
         log.error("an error on the event loop", what=context["message"], reason=describe(error) if error else "unknown")
@@ -172,7 +172,7 @@ class LoopWatch(threading.Thread):
 
 
 def end_process(place: str) -> None:
-    """Say where the event loop hangs, and leave: nothing that runs on it can be told any more."""
+    """Log where the event loop hangs, and exit: nothing on it can be reached any more."""
     log.critical("the process ends: its event loop does not answer", seconds=HANG_LOOKS * HANG_LOOK_S, place=place)
     sys.stdout.flush()
     sys.stderr.flush()

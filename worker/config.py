@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.records import PLAIN, Arm, parse_arm
-from speclen.transport.address import check_exposure, check_free
-from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
+from speclen.transport.address import check_free
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
@@ -18,17 +18,17 @@ KEY_FLAG = "--api-key-file"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(ServerSecurity):
     """Settings of `speclen worker`. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting(
-        "127.0.0.1:7070", "Address of the controller; several with commas, one of which is taken; empty for none."
+        "127.0.0.1:7070", "Address of the controller; of several, separated by commas, one is chosen; empty: none."
     )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
         AUTO,
-        "Draft model, likewise; auto: the bundled one with a bundled target; none: only n-grams are proposed.",
+        "Draft model; auto: the bundled one with a bundled target; none: only n-grams are proposed.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
@@ -40,7 +40,7 @@ class WorkerConfig:
     ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) beside draft tokens.")
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
-        0.0, "A request that would wait longer than these seconds for a slot is refused at once; 0: none is.", least=0
+        0.0, "Refuse a request at once that would wait for a slot longer than this many seconds; 0: never.", least=0
     )
     max_kv_tokens: int = setting(0, "Tokens of KV cache over all sequences; 0: as many as fit.", least=0)
     max_cached_tokens: int = setting(
@@ -56,7 +56,7 @@ class WorkerConfig:
     )
     http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
     api_key_file: Path | None = setting(
-        None, "File with the keys of HTTP callers, one a line, sent as bearer token; default: --token-file."
+        None, "File with the keys of HTTP callers, one per line, sent as bearer token; default: --token-file."
     )
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
@@ -69,19 +69,14 @@ class WorkerConfig:
     )
     drain_timeout_s: float = setting(30.0, "Seconds that running requests have after SIGTERM.", least=0)
     log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
-    tls_cert: Path | None = setting(None, "Certificate chain of this worker, PEM.")
-    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
-    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
-    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
-    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
     controller_token_file: Path | None = setting(None, "File with the controller's bearer token.")
-    run_id: str = setting("", "Name of the run that this belongs to: only a controller of the same will do.")
+    run_id: str = setting("", "Name of the run that this belongs to; a controller of another run is not used.")
 
     def __post_init__(self) -> None:
+        ServerSecurity.__post_init__(self)
         check_bounds(self)
         check_settings(self.device, self.dtype, self.backend)
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
@@ -107,20 +102,16 @@ class WorkerConfig:
         arm = parse_policy(self.policy)
         return arm.ngram if arm is not None else self.ngram and self.policy == "adaptive"
 
-    def server_security(self) -> ServerSecurity:
-        """Security of the Generate service. Raises ValueError for flags that exclude each other."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
-
     def http_security(self) -> ServerSecurity:
-        """Security of the HTTP front, with a key file of its own if given. Raises as `server_security`."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.api_key_file or self.token_file)
+        """Security of the HTTP front, with a key file of its own if given."""
+        keys = self.api_key_file or self.token_file
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, keys, insecure=self.insecure)
 
     def check_listening(self) -> None:
         """Raises ValueError for an address that needs protection, OSError for one that is taken."""
-        security = self.server_security()
-        check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
+        self.check_exposure("--listen", self.listen)
         if self.metrics_listen:
-            check_pages(self.metrics_listen, security, self.insecure)
+            self.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)
         self.check_http()
         for name in ("listen", "metrics_listen", "http_listen", "probe_listen"):
             if address := getattr(self, name):
@@ -130,7 +121,7 @@ class WorkerConfig:
         """Raises ValueError for settings of the HTTP front that cannot work."""
         if self.http_listen:
             security = self.http_security()
-            check_exposure("--http-listen", self.http_listen, security.encrypted, security.authenticated, self.insecure)
+            security.check_exposure("--http-listen", self.http_listen)
             security.credentials()
             security.keyring(KEY_FLAG)
             self.read_template()

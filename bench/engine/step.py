@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from speclen.bench.engine.run import generate
 from speclen.bench.spread import Spread, figure, ratio, spread
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
@@ -63,7 +63,7 @@ class Work(NamedTuple):
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
-    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, likewise; 0 is always measured."),
+    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, such as 2,4-8; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
@@ -86,14 +86,12 @@ def step(
         repeats,
         seed,
     )
-    try:
+    with user_errors():
         pair = load_pair(**(models | {"draft": draft_of(models["target"], models["draft"])}))
         set_threads(threads, pair)
         check(settings, pair)
         source = PromptSource(pair.tokenizer, held_out_texts(), seed)
         result = measure(pair, settings, source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     text = json.dumps(result, indent=2)
     if out is not None:
         write_whole(out, text)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -31,22 +31,15 @@ SECONDS = typer.Option(10.0, min=1.0, help="Length of a measurement.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerProcess:
-    """A controller of its own."""
-
-    address: str
-    process_id: int
-
-    def cpu_s(self) -> float:
-        """Processor time so far, user and system, all threads."""
-        fields = Path(f"/proc/{self.process_id}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_s(process_id: int) -> float:
+    """Processor time of a process so far, user and system, all threads."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def controller_process() -> Iterator[ControllerProcess]:
-    """Start a controller and give it the first core alone; this process keeps the others, if there are any."""
+def controller_process() -> Iterator[tuple[str, int]]:
+    """Address and id of a controller with the first core alone; this process keeps the others, if there are any."""
     cores, address = sorted(os.sched_getaffinity(0)), free_port("127.0.0.1:0")
     with tempfile.TemporaryDirectory(prefix="speclen-bench-") as folder:
         arguments = ["controller", "--listen", address, "--max-streams", "16384", "--db", f"{folder}/bench.db"]
@@ -57,7 +50,7 @@ def controller_process() -> Iterator[ControllerProcess]:
             os.sched_setaffinity(0, cores[1:] or cores)
             child.wait_until_serving(60.0)
             assert child.process is not None
-            yield ControllerProcess(address, child.process.pid)
+            yield address, child.process.pid
         finally:
             os.sched_setaffinity(0, cores)
             child.stop(30.0)
@@ -97,8 +90,9 @@ def fleet(
 
 def measured(workers: int, group: int, steps_per_s: float, seconds: float) -> Load:
     """Load of a fresh controller."""
-    with controller_process() as process:
-        return asyncio.run(load_of(process.address, process.cpu_s, workers, group, steps_per_s, WARM_UP_S, seconds))
+    with controller_process() as (address, process_id):
+        used = partial(cpu_s, process_id)
+        return asyncio.run(load_of(address, used, workers, group, steps_per_s, WARM_UP_S, seconds))
 
 
 def show(setups: Mapping[str, partial[Load]], repeats: int, as_json: bool) -> None:

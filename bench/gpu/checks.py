@@ -106,13 +106,13 @@ def run_checks(pair: ModelPair, num_requests: int, recorder: Recorder | None) ->
     num_different = sum(a != b for a, b in zip(expected, found, strict=True))
     checks = [
         Check(
-            "steps are recorded",
+            "steps are captured",
             isinstance(recorded.target, CapturedModel) and recorded.target.recorder is not None,
-            f"{recorded.target.num_first_uses} passes of the target were recorded",
+            f"{recorded.target.num_first_uses} passes of the target were captured",
         ),
         # A tie that two shapes of a product break differently changes a whole output.
         Check(
-            "recorded steps give the tokens of plain ones",
+            "captured steps give the tokens of plain ones",
             num_different <= num_requests // 20,
             f"{num_different} of {num_requests} outputs differ",
         ),
@@ -121,7 +121,7 @@ def run_checks(pair: ModelPair, num_requests: int, recorder: Recorder | None) ->
         miss = max(widest_miss(pair.target, p, o, pair.device) for p, o in zip(prompts, outputs, strict=True))
         checks.append(
             Check(
-                f"{name} steps put out what the target alone would",
+                f"{name} steps generate what the target alone would",
                 miss < TIE,
                 f"logits at most {miss:.1e} below its own",
             )

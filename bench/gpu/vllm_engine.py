@@ -36,7 +36,7 @@ def set_environment(models: Models, runner: str, controller: str) -> None:
     os.environ.update(
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_FLASHINFER_SAMPLER="0",  # vLLM 0.32 takes FlashInfer for granted on CUDA, and the bundle lacks it
+        VLLM_USE_FLASHINFER_SAMPLER="0",  # vLLM 0.32 takes FlashInfer for granted on CUDA
         VLLM_USE_DEEP_GEMM="0",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",

@@ -205,7 +205,7 @@ class Bench:
             if self.core.batch_queue:
                 self.engine.step()
         if self.adaptive and self.scheduler.steering is None:
-            raise RuntimeError("the plugin has given up: the log above says why")
+            raise RuntimeError("the plugin has failed: the log above says why")
 
     def facts(self) -> dict[str, Any]:
         """Versions and settings that figures depend on."""

@@ -14,7 +14,7 @@ from rich.text import Text
 from speclen.cli.learned.history import estimates_of, find_context, last_change
 from speclen.cli.learned.table import short, titles_of
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
 from speclen.store.queries import acceptance, contexts, view_rows
@@ -28,7 +28,7 @@ def explain(
     db: Path = DB_OPTION,
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Show the estimates behind a choice: ms per token of every arm, survival, the runner-up, the last change.
+    """Show the estimates behind a choice: ms per token of every arm, acceptance, the runner-up, the last change.
 
     Example: speclen explain --batch 8 --db .speclen/speclen.db
     """
@@ -41,10 +41,8 @@ def explain(
         change = last_change(connection, row.context_id, batch)
         arms = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
     equal = {each["arm"] for each in arms if each["is_equal"] and each["batch_min"] <= batch <= each["batch_max"]}
-    try:
+    with user_errors():
         explanation = explain_choice(str(row.key), estimates, batch, survival, change)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if as_json:
         print(json.dumps(document_of(explanation, equal)))
     else:

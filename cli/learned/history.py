@@ -43,7 +43,7 @@ def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:
     if not found:
         raise UserError(f"no context is called {text!r}; known are {names}")
     if len(found) > 1:
-        raise UserError(f"{text!r} fits several contexts; give the number of one with --context: {names}")
+        raise UserError(f"{text!r} matches several contexts; give the number of one with --context: {names}")
     return found[0]
 
 

@@ -25,8 +25,10 @@ def tables(
 ) -> None:
     """Show the arm in use by batch size: ms per token, times faster than plain decoding, samples and their age.
 
-    Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`; `(+2)` are two more. From 120 columns on, the
-    neighbours of the arm are shown: one draft token less, one more. The view learned_table has every arm and batch size.
+    Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`;
+    `(+2)` are two more. From 120 columns on, the neighbours of the arm are
+    shown: one draft token less, one more. The view learned_table has every arm
+    and batch size.
 
     Example: speclen tables --db .speclen/speclen.db --watch
     """

@@ -16,32 +16,30 @@ from rich.table import Table
 from rich.text import Text
 
 from speclen.cli.learned.table import Row, table_of
-from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
+from speclen.cli.support.client import WORKER, Client, client_from
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from
 from speclen.records import Arm
-from speclen.transport.settings import settings_of
+from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 Sample = tuple[float, pb.GetServerInfoResponse | str]  # time of the call, and the answer or the reason for none
 
-HERE = settings_of(ClientConfig)["worker"].default
 
-
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def top(
-    worker: list[str] = typer.Option([HERE], help="Address of a worker; may be given several times."),
+    worker: list[str] = typer.Option([WORKER], help="Address of a worker; may be given several times."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates."),
     as_json: bool = typer.Option(False, "--json", help="Print the state of the workers once, as JSON."),
-    **reaching: Any,
+    **security: Any,
 ) -> None:
     """Watch workers: requests, throughput, acceptance and the arm in use by batch size.
 
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
-    client = client_from(reaching)
+    client = client_from(security)
     channels = {address: client.channel(address) for address in worker}
     try:
         if as_json:

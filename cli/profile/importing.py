@@ -10,7 +10,7 @@ import grpc
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.database import DATABASE
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.whose import identity, owns
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
@@ -39,10 +39,8 @@ class Destination:
         """Id of the stored profile. Raises UserError when it is refused or could not be stored."""
         if self.address:
             return send(request, self.address, self.client)
-        try:
+        with user_errors((ValueError, OSError)):
             return asyncio.run(send_to_own(request, self.db))
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from error
 
 
 def find_destination(db: Path, controller: str, client: Client) -> Destination:

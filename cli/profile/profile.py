@@ -15,11 +15,12 @@ from speclen.cli.profile.document import ProfileDocument, find_profile, read_doc
 from speclen.cli.profile.importing import check_same_context, find_destination
 from speclen.cli.profile.plot import plot as draw
 from speclen.cli.profile.show import show as show_tables
-from speclen.cli.support.client import SECURITY, ClientConfig, client_from
+from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DATABASE
-from speclen.cli.support.errors import UserError, say, wrapped
+from speclen.cli.support.errors import say, user_errors, wrapped
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from, ranges
+from speclen.transport.credentials import ClientSecurity
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -30,15 +31,15 @@ if TYPE_CHECKING:  # what imports torch is imported where it is used, after `set
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="""Measure step times and survival offline; look at them and hand them on.
+    help="""Measure step times and acceptance offline; show, import and export them.
 
     Example: speclen profile run --quick
     """,
 )
 
-THREADS = typer.Option(0, min=0, help="CPU threads for the models; 0: as many as a worker takes.")
+THREADS = typer.Option(0, min=0, help="CPU threads for the models; 0: as many as a worker uses.")
 DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
-CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
+CONTROLLER = typer.Option("", help="Address of the controller that takes the profile; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
 MODELS = ("target", "draft", "device", "dtype")  # of `load`
@@ -48,27 +49,27 @@ QUICK_S, FULL_S = 15.0, 150.0  # of measuring
 
 @app.command()
 @flags_from(WorkerConfig, *MODELS, "backend")
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
-    lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
+    lengths: str = typer.Option("0-8", help="Speculation lengths, such as 0,2,4-8."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid."),
     budget_s: float = typer.Option(
         0.0, min=0, help=f"Seconds of measuring; 0: {FULL_S:g}, or {QUICK_S:g} with --quick."
     ),
-    temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
+    temperature: float = typer.Option(0.0, min=0, max=100, help="Temperature at which acceptance is measured."),
     prompts: Path | None = typer.Option(
-        None, help="File of prompts, one JSON string a line; default: held-out files of Python's library."
+        None, help="File of prompts, one JSON string per line; default: held-out files of Python's library."
     ),
     threads: int = THREADS,
     db: Path = DB,
     controller: str = CONTROLLER,
-    store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
+    store: bool = typer.Option(True, help="Give the profile to the controller that owns the database."),
     out: Path | None = typer.Option(None, help="JSON file to write; default: one in `profiles` beside the database."),
     as_json: bool = JSON,
     **settings: Any,
 ) -> None:
-    """Measure whole-step times and survival over batch sizes and lengths on the real engine.
+    """Measure step times and acceptance by batch size and length, on the real engine.
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
@@ -94,10 +95,8 @@ def measured(
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
-    try:
+    with user_errors():
         made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     path = out or folder / f"{file_stem(made.context)}.json"
     write_document(path, made.to_json())
     say(f"profile in {path}")
@@ -115,7 +114,7 @@ def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budge
 
 @app.command()
 def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
-    """Show a profile: time per token, what our estimator selects from it, and survival.
+    """Show a profile: time per token, the lengths that the estimator selects, and acceptance.
 
     Example: speclen profile show latest
     """
@@ -157,7 +156,7 @@ def export(
 
 @app.command(name="import")
 @flags_from(WorkerConfig, *MODELS, "backend")
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
@@ -194,11 +193,9 @@ def load(threads: int, settings: dict[str, Any]) -> ModelPair:
     from speclen.worker.models.loading import load_pair
     from speclen.worker.models.naming import draft_of
 
-    try:
+    with user_errors():
         target, draft, device, dtype = (settings[name] for name in MODELS)
         pair = load_pair(target, draft_of(target, draft) or None, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     set_threads(threads, pair)
     return pair
 

@@ -6,16 +6,14 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.transport.address import past_proxies, split_address
 from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import setting
+from speclen.transport.settings import settings_of
 
 # A request whose worker is gone before anything came of it is sent once more; gRPC never repeats one that has begun to
 # stream. Ray's proxy says INTERNAL for a worker that died, and so does a worker whose step failed.
@@ -34,20 +32,7 @@ RETRY = {
     ]
 }
 OPTIONS = (("grpc.service_config", json.dumps(RETRY)),)
-# Settings of ClientConfig that are about protection, as the verbs take them.
-SECURITY = ("ca", "cert", "key", "token_file")
-
-
-@dataclass(frozen=True, slots=True)
-class ClientConfig:
-    """Read for every verb from its flags, its own variables and section, `SPECLEN_CLIENT_*` and the section [client]."""
-
-    worker: str = setting("127.0.0.1:7080", "Address of the worker.")
-    controller: str = setting("127.0.0.1:7070", "Address of the controller.")
-    ca: Path | None = setting(None, "Authority of the server's certificate, PEM: speak TLS.")
-    cert: Path | None = setting(None, "Certificate to show to the server, PEM.")
-    key: Path | None = setting(None, "Key of that certificate, PEM.")
-    token_file: Path | None = setting(None, "File with the server's bearer token.")
+WORKER = "127.0.0.1:7080"  # where one listens by default
 
 
 class Client:
@@ -55,18 +40,14 @@ class Client:
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
         self.security = security or ClientSecurity()
-        try:
+        with user_errors():
             self._credentials, metadata = self.security.credentials(), self.security.metadata()
-        except ValueError as error:
-            raise UserError(str(error)) from error
         self._interceptors = [Bearer(metadata)] if metadata else []
 
     def channel(self, address: str, flag: str = "--worker") -> grpc.Channel:
         """A channel whose calls carry the token. Raises UserError for something else than HOST:PORT."""
-        try:
+        with user_errors():
             split_address(flag, address)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         options = [*OPTIONS, *past_proxies(address)]
         if self._credentials is None:
             channel = grpc.insecure_channel(address, options)
@@ -115,7 +96,7 @@ class Client:
 
 def client_from(settings: dict[str, Any]) -> Client:
     """The client of a verb's settings; other settings are left alone."""
-    return Client(ClientSecurity(*(settings[name] for name in SECURITY)))
+    return Client(ClientSecurity(**{name: settings[name] for name in settings_of(ClientSecurity)}))
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:

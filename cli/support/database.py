@@ -23,7 +23,7 @@ def reading(path: Path) -> AbstractContextManager[Connection]:
 
 @contextmanager
 def told(path: Path, connect: Callable[[], AbstractContextManager[Connection]]) -> Iterator[Connection]:
-    """A connection on which what is wrong with the file is told as a UserError."""
+    """A connection whose errors of the file become UserErrors."""
     try:
         with connect() as connection:
             yield connection

@@ -22,7 +22,7 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
     """Raises UserError for a variable that is not a setting but means to be one, and says which it is near to.
 
     verbs: what may follow SPECLEN_. settings: names of the settings of a verb, asked for only where a variable needs it.
-    What is far from all of ours is somebody else's, and left alone.
+    Variables far from all of speclen's names belong to other programs, and are ignored.
     """
     prefixes = {f"SPECLEN_{verb.upper()}_": verb for verb in verbs}
     for name in names:
@@ -41,7 +41,7 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
 
 
 def nearest_name(name: str, prefixes: Iterable[str]) -> str:
-    """The variable that was meant where its verb, or all of it, is misspelt; "" for somebody else's."""
+    """The variable that was meant where its verb, or all of it, is misspelt; "" for another program's."""
     verb = "_".join(name.split("_", 2)[:2]) + "_"
     for close in difflib.get_close_matches(verb, prefixes, n=1, cutoff=CLOSE + 0.05):
         if len(name) > len(verb):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import TextIO
 
 
 class UserError(Exception):
     """Bad input or a refused resource: one sentence that names the value and the way out. Exit code 2, no traceback."""
+
+
+@contextlib.contextmanager
+def user_errors(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """Raise errors of these kinds as UserErrors with the same sentence."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(str(error)) from error
 
 
 def wrapped(sentence: str, stream: TextIO | None = None) -> str:

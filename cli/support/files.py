@@ -28,7 +28,7 @@ def check_place(file: Path, of_database: bool = False) -> None:
 
 def refuse_database(file: Path) -> None:
     """Raises UserError for a database: who names one where a result goes takes the name for that of what is read."""
-    with contextlib.suppress(OSError):  # what cannot be read is told by who writes
+    with contextlib.suppress(OSError):  # the write reports what is wrong
         if not file.is_file():
             return
         with file.open("rb") as opened:

@@ -39,10 +39,8 @@ def parameters(config: type) -> list[inspect.Parameter]:
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            # A switch has one form: there is no --no-insecure.
-            default=typer.Option(
-                each.default, *([flag(name)] if types[name] is bool else []), help=each.metadata["help"]
-            ),
+            # A switch that is off has one form: there is no --no-insecure.
+            default=typer.Option(each.default, *([flag(name)] * (each.default is False)), help=each.metadata["help"]),
             annotation=types[name],
         )
         for name, each in settings_of(config).items()

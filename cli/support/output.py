@@ -1,4 +1,4 @@
-"""Standard output of the command line: it takes any text, and what it cannot take is told in a sentence."""
+"""Standard output of the command line: it takes any text, and reports a failed write in one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Output(io.FileIO):
     has_failed = False
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
-        """Raises UserError, or BrokenPipeError where nobody reads any more."""
+        """Raises UserError, or BrokenPipeError when the reader has gone."""
         if self.has_failed:
             return memoryview(data).nbytes
         try:
@@ -36,7 +36,7 @@ def printing() -> Iterator[None]:
     usual: Any = sys.stdout
     try:
         number = usual.fileno()
-    except (AttributeError, OSError):  # closed by whoever started us, or no file
+    except (AttributeError, OSError):  # closed by the parent process, or no file
         yield
         return
     sys.stdout = io.TextIOWrapper(

@@ -30,7 +30,7 @@ NEWS_S = 20.0  # between two lines about a start that takes long
 def end_as_by_ctrl_c() -> None:
     """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind.
 
-    So does the end of its terminal, which is told more than once, unless that is to be survived (nohup).
+    So does the end of its terminal (SIGHUP, which comes more than once), except under nohup.
     """
 
     def interrupt(number: int, *_: object) -> None:
@@ -64,7 +64,7 @@ class Child:
     restart_at: float | None = None
     log_begin: int = 0
     num_remarked: int = 0  # lines of this life's log
-    # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
+    # The server at the address has to be of this run; empty: of any run.
     run_id: str = ""
     client: Client = field(default_factory=Client)
     # Whether it reads settings from the environment and the configuration file. A benchmark gives all of them itself.
@@ -94,12 +94,12 @@ class Child:
         return self.last_line() if code is None or code >= 0 else f"ended by a signal: {signal.strsignal(-code)}"
 
     def last_line(self) -> str:
-        """The last line that this life has logged, which names the cause when a process has ended by itself."""
+        """The last line that this incarnation has logged, which names the cause when a process has ended by itself."""
         lines = self._logged().strip().splitlines()
         return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
 
     def _logged(self) -> str:
-        """All that this life has logged; nothing where somebody has cleared up."""
+        """All that this incarnation has logged; "" if the file was deleted."""
         try:
             with self.log_file.open("rb") as log:
                 log.seek(self.log_begin)
@@ -116,7 +116,7 @@ class Child:
         )
 
     def new_remarks(self) -> list[str]:
-        """Lines for the user since the last call: whole lines of the process's log, no log records, no word of its start.
+        """New whole lines of the process's log for the user, without log records and lines of its start.
 
         Nor its last words: `last_line` has them.
         """

@@ -67,7 +67,7 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
     console = Console(highlight=False)
     console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
-    console.print(Text("Learned of decoding steps alone, without prefill", style="bold"))
+    console.print(Text("Learned from decoding steps, without prefill", style="bold"))
     console.print(*learned_parts(database, context=""), sep="\n")
 
 

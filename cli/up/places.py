@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.cli.support.whose import check_available
+from speclen.transport.address import bind
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,7 @@ class Places:
 def free_port(address: str) -> str:
     """The address with a port that is free now."""
     host = address.rpartition(":")[0]
-    with socket.create_server(
-        (host.strip("[]"), 0), family=socket.AF_INET6 if "[" in host else socket.AF_INET
-    ) as probe:
+    with user_errors((ValueError, OSError)), bind("--listen", f"{host}:0") as probe:
         return f"{host}:{probe.getsockname()[1]}"
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import typer
 
-from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.client import Client, client_from
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.cli.support.progress import LiveLine
@@ -25,13 +25,14 @@ from speclen.cli.up.demo import run_demo
 from speclen.cli.up.on_ray import up_on_ray
 from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
 
 DEMO_TARGET = "bundled:target-60m"  # large enough beside its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
-# Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
+# Passed on to every worker; it reads its other settings from the environment and the configuration file.
 OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
@@ -42,14 +43,12 @@ OF_FLEETS = (
 
 @flags_from(FleetConfig, *OF_FLEETS)
 @flags_from(WorkerConfig, *OF_WORKERS)
-@flags_from(ClientConfig, *SECURITY)
+@flags_from(ClientSecurity)
 def up(
     context: typer.Context,
-    workers: int = typer.Option(
-        1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
-    ),
+    workers: int = typer.Option(1, min=1, max=64, help="Workers to run; each listens one port above the one before."),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
-    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker; port 0: any that is free."),
     http_listen: str = typer.Option(
         "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
     ),
@@ -63,11 +62,11 @@ def up(
     ray: str = typer.Option(
         "",
         metavar="[ADDRESS]",
-        help="Run on the Ray cluster at this address; without one on this machine's, or a new one.",
+        help="Run on the Ray cluster at this address; without one: this machine's, or a new one.",
     ),
     **settings: Any,
 ) -> None:
-    """Run a controller and workers, and restart what dies, until Ctrl-C.
+    """Run a controller and workers until Ctrl-C, and restart those that end.
 
     Example: speclen up --workers 2
     """
@@ -144,7 +143,7 @@ def start_all(children: list[Child], data_dir: Path, tell: Callable[[str], None]
     """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
     data_dir.mkdir(parents=True, exist_ok=True)
     for child in children:
-        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        # The controller first, alone: errors of its database come before a worker loads a model.
         tell(f"{child.name}: starting on {child.address}")
         child.start()
         if child.kind == "controller":
@@ -168,11 +167,9 @@ def database_of(controller: str, client: Client) -> Path:
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
-    try:
+    with user_errors():
         check_names(options["target"], options["draft"])
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return options
 
 

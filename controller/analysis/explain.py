@@ -68,7 +68,9 @@ def in_words(explanation: Explanation) -> list[str]:
     sentences = _about_choice(explanation) + _about_runner_up(explanation) + _about_plain(explanation)
     if explanation.survival:
         shown = ", ".join(f"{100 * value:.0f}%" for value in explanation.survival)
-        sentences.append(f"Draft tokens 1 to {len(explanation.survival)} survive with {shown}.")
+        sentences.append(
+            f"Draft tokens 1 to {len(explanation.survival)} and all before them are accepted in {shown} of steps."
+        )
     change = explanation.last_change
     if change is not None:
         before = "nothing" if change.previous_arm is None else f"'{change.previous_arm}'"
@@ -99,8 +101,8 @@ def _about_runner_up(explanation: Explanation) -> list[str]:
     percent = 100.0 * (rival.ms_per_token / chosen.ms_per_token - 1.0)
     if percent < 0.0:
         return [
-            f"'{rival.arm}' needs {rival.ms_per_token:.4g} ms, {-percent:.1f}% less: "
-            "under 0.5%, too few samples at this size, or more prefill keep the choice."
+            f"'{rival.arm}' needs {rival.ms_per_token:.4g} ms per token, {-percent:.1f}% less, but is not used: "
+            "the gain is under 0.5%, this size has few samples, or its prefill costs more."
         ]
     overlap = rival.ms_per_token_low < chosen.ms_per_token_high
     sure = "their intervals overlap, so this may still change" if overlap else "their intervals do not overlap"

@@ -63,7 +63,6 @@ class Context:
 
     def __post_init__(self) -> None:
         self.grid = Grid.of(self.limits)
-        self.pair: list[Context] = [self]
         self._believed: tuple[Estimates | None, np.ndarray, np.ndarray] = (None, np.zeros(0), np.zeros(0))
 
     @classmethod
@@ -80,6 +79,11 @@ class Context:
         return bool(self.num_reports or self.profiled.any())
 
     @property
+    def num_tokens(self) -> float:
+        """Tokens that acceptance rests on."""
+        return sum(each.amount for each in self.workers.shared_tokens())
+
+    @property
     def unseen(self) -> np.ndarray:
         """Acceptance by draft position before anything was seen, [positions]."""
         return unseen_acceptance(self.workers.tokens.reached.shape[1], self.survival_prior)
@@ -92,21 +96,6 @@ class Context:
         """Name of the group that a worker belongs to: its own where it differs from the others."""
         return worker_id if worker_id in self.groups else POOL
 
-    def join(self, pair: list[Context]) -> None:
-        """Share accepted tokens with the other contexts of the pair, which make room for the longest lengths of all."""
-        pair.append(self)
-        self.pair, self.survival_prior = pair, pair[0].survival_prior
-        self.extend_tokens()
-
-    def extend_tokens(self) -> None:
-        """Make room for the longest lengths of all contexts of the pair."""
-        longest = max(each.limits.max_speculation_length for each in self.pair)
-        for each in self.pair:
-            if each.workers.tokens.reached.shape[1] < longest:
-                each.workers.extend_tokens(longest)
-                for name in each.groups if each is not self else ():
-                    each.estimate(name)
-
     def widen(self, limits: Limits) -> None:
         """Go on with larger limits."""
         old, self.limits, self.grid = self.grid, limits, Grid.of(limits)
@@ -115,13 +104,12 @@ class Context:
         self.traffic.extend(len(self.grid.low))
         for group in self.groups.values():
             group.selection.widen(self.grid, limits.ngram)
-        self.extend_tokens()
+        self.workers.extend_tokens(limits.max_speculation_length)
 
     def seed(self, profile: Profile) -> None:
         """Take an offline profile as evidence of limited weight, as far as nothing is known from workers."""
-        if profile.survival and not sum(each.amount for each in self._shared_tokens()):
-            for each in self.pair:
-                each.survival_prior = profile.survival
+        if profile.survival and not self.num_tokens:
+            self.survival_prior = profile.survival
         if len(profile.cells) > 1 and not self.num_reports:
             self.workers.times, self.level = evidence_of(profile, self.grid, self.cells)
             sizes = [cell.batch_size for cell in profile.cells]
@@ -160,7 +148,7 @@ class Context:
     ) -> None:
         values = [
             (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
-             r.num_verified_tokens, r.mean_context_length, self.grid.place(r.arm), r.latency_s)
+             r.num_verified_tokens, r.mean_context_length, self._place_of(r), r.latency_s)
             for r in records
         ]  # fmt: skip
         *columns, place, seconds = np.array(values, dtype=float).T
@@ -173,6 +161,11 @@ class Context:
         if self._believed[0] is not estimates or len(self._believed[1]) != len(self.cells.numbers):
             self._believed = (estimates, *estimates.of_cells(self.cells))
         evidence.add(worker.tail, Samples(places, log_s), *self._believed[1:])
+
+    def _place_of(self, record: StepRecord) -> int:
+        """Place of the arm that a step took the time of: where all had n-grams, the draft model made no pass."""
+        arm = record.arm
+        return self.grid.place(Arm(0, True) if arm.ngram and not record.num_drafted_sequences else arm)
 
     def _earn(self, selection: Selection, estimates: Estimates, records: Sequence[StepRecord]) -> None:
         """Give steps' time to the exploration budget, and charge what steps of probes took longer."""
@@ -243,13 +236,10 @@ class Context:
         shared = self.workers.shared_level()
         return self.level if shared is None else shared
 
-    def _shared_tokens(self) -> list[TokenEvidence]:
-        return [each for context in self.pair for each in context.workers.shared_tokens()]
-
     def _ratios_of(self, name: str) -> Ratios:
         if name != POOL and self.workers.tracked[name].apart[1]:
             return ratios_of([self.workers.tracked[name].tokens], [1.0], self.unseen)
-        evidence = self._shared_tokens()
+        evidence = self.workers.shared_tokens()
         return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.unseen)
 
     def survival(self) -> list[tuple[float, float]]:

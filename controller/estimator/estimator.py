@@ -48,7 +48,7 @@ class Estimator:
         """Raises ValueError for an unknown policy."""
         self.policy = check_policy(policy)
         self._contexts: dict[ContextKey, Context] = {}
-        self._pairs: dict[PairKey, list[Context]] = {}  # they share accepted tokens
+        self._pairs: dict[PairKey, list[Context]] = {}
         self._profiles: dict[ContextKey, Profile] = {}
 
     @property
@@ -74,7 +74,10 @@ class Estimator:
         context = self._contexts.get(key)
         if context is None:
             context = self._contexts[key] = Context.new(key, limits)
-            context.join(self._pairs.setdefault(key.pair, []))
+            pair = self._pairs.setdefault(key.pair, [])
+            if pair:  # its first guess of acceptance
+                context.survival_prior = tuple(chance for chance, _ in self.survival(key.pair))
+            pair.append(context)
             return self._decide_all(context, "the context was added")
         wider = context.limits.widened(limits)
         if wider == context.limits:
@@ -140,8 +143,9 @@ class Estimator:
         new = self._contexts[key] = Context.new(key, old.limits)
         new.groups[POOL].selection.version = old.groups[POOL].selection.version + 1
         new.num_probes = old.num_probes
-        old.pair.remove(old)
-        new.join(old.pair)
+        new.survival_prior = old.survival_prior
+        pair = self._pairs[key.pair]
+        pair[pair.index(old)] = new
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
         return Outcome(self._decide_all(new, "the context started anew"), [event])
 
@@ -182,9 +186,8 @@ class Estimator:
         return rows_of(self._contexts[key])
 
     def survival(self, pair: PairKey) -> list[tuple[float, float]]:
-        """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
-        contexts = self._pairs[pair]
-        return contexts[0].survival() if contexts else []
+        """P(the first i draft tokens are all accepted), and the evidence for it, by position, where it is known best."""
+        return max(self._pairs[pair], key=lambda context: context.num_tokens).survival()
 
     def is_isolated(self, key: ContextKey, worker_id: str) -> bool:
         """True if a worker differs from the others and has a table of its own."""
@@ -211,7 +214,6 @@ class Estimator:
                 raise ValueError(f"it was saved with limits {context.limits}, the context has {known.get(key)}")
         contexts = [restored.get(context.key, context) for context in pair_now]
         for context in contexts:
-            context.pair = contexts
             self._contexts[context.key] = context
         self._pairs[pair] = contexts
         if self.policy != ADAPTIVE:
@@ -223,7 +225,6 @@ def _read_state(content: bytes) -> list[Context]:
     """Contexts that were saved, once a copy has been tried. ValueError for what is no state."""
     try:
         for context in (copies := STATE.validate_json(content)):
-            context.pair = copies
             for name in context.groups:
                 context.estimate(name)
             rows_of(context)

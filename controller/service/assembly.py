@@ -6,10 +6,10 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from grpc import aio
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimator
@@ -24,7 +24,8 @@ from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
 from speclen.store.retention import Retention
-from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
+from speclen.transport.aio import SERVER_OPTIONS
+from speclen.transport.servers import create_server
 from speclen.transport.supervision import Supervisor
 from speclen.transport.version import installed_version
 from speclen.v1 import control_pb2, control_pb2_grpc
@@ -86,34 +87,14 @@ def create_service(config: ControllerConfig, store: Store, stored: StoredState) 
     return Intake(registry, learner, journal, totals, time.time), learner
 
 
-async def create_server(
-    servicer: ControlServicer, config: ControllerConfig
-) -> tuple[aio.Server, int, health.aio.HealthServicer]:
-    """A server with control, health and reflection, not started yet, its port, and the health to set.
-
-    Raises OSError when the address cannot be bound, ValueError when a certificate or the token cannot be read.
-    """
-    prepare_aio()
-    security = config.security
-    server = aio.server(
-        options=OPTIONS,
-        interceptors=security.interceptors(),
-        maximum_concurrent_rpcs=config.max_streams + SPARE_CALLS,
-    )
-    control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, security.add_port(server, config.listen), health_servicer
-
-
 async def create(config: ControllerConfig, store: Store, stored: StoredState) -> Running:
     """Everything put together, nothing started. Raises what create_service and create_server raise."""
     intake, learner = create_service(config, store, stored)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
     servicer = ControlServicer(intake, learner, settings, identity_of(config))
-    server, port, health_servicer = await create_server(servicer, config)
-    return Running(servicer, learner.journal, server, port, health_servicer, stored, Supervisor())
+    add = partial(control_pb2_grpc.add_ControlServiceServicer_to_server, servicer)
+    opened = await create_server(config.listen, SERVICE, add, config, OPTIONS, config.max_streams + SPARE_CALLS)
+    return Running(servicer, learner.journal, *opened, stored, Supervisor())
 
 
 def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:

@@ -11,7 +11,7 @@ from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.v1 import control_pb2 as pb
 
-# Seconds after which the database is told that a worker without reports is alive.
+# Seconds after which last_seen_at of a worker without reports is stored anew.
 QUIET_NOTE_S = 10.0
 
 

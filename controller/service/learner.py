@@ -104,12 +104,12 @@ class Learner:
             prediction = self.prediction.setdefault(context.key, PredictionError())
             prediction.add(self.table(worker)[0], steps)
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
-        except Exception:  # a mistake of ours must not become a crash that every resent report repeats
+        except Exception:  # else every resent report would repeat the crash
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
             self.totals.refused["estimator"] += len(steps)
             worker.num_refused += len(steps)
             self.journal.note_worker(worker)
-            self._start_anew(context)  # what the mistake may have spoiled
+            self._start_anew(context)  # its state may be damaged
             return
         self.last_group_id += 1
         context.num_learned += len(steps)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the controller, read from the running objects when somebody asks: no cost until then."""
+"""Prometheus metrics of the controller, read from the running objects on each scrape: no cost until then."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ControllerCollector:
         )
         refused = {(reason,): number for reason, number in totals.refused.items()}
         yield FAMILIES.counters("reports_refused", "Reports that were not plausible", ["reason"], refused)
-        words = "Calls that ended badly"
+        words = "Calls that ended with an error"
         yield FAMILIES.counters("call_errors", words, ["method", "code"], self.num_errors)
 
     def _fleet(self) -> Iterator[Metric]:
@@ -96,7 +96,7 @@ class ControllerCollector:
         yield FAMILIES.gauge("last_commit_seconds", "How long the last commit took", health.last_commit_s)
         yield FAMILIES.counter("rows_refused", "Rows that broke a rule of the database", health.num_rows_refused)
         yield FAMILIES.counter(
-            "reports_dropped", "Raw reports given up since the disk refused", journal.num_reports_dropped
+            "reports_dropped", "Raw reports given up because the disk refused them", journal.num_reports_dropped
         )
 
     def _choices(self) -> Iterator[Metric]:

@@ -23,7 +23,7 @@ class Compared:
 
 
 class PredictionError:
-    """Step times of one context beside what the table had promised for the tokens that the steps made.
+    """Step times of one context beside what the table predicted for the tokens that the steps made.
 
     A ratio of sums, as the objective is. compared: by range of batch sizes, of usable steps at the arm in use.
     elsewhere_s: time of usable steps at other arms: probes, tables that had not arrived, workers with a policy of their
@@ -57,6 +57,6 @@ class PredictionError:
 
 
 def _by_batch_size(table: Table) -> list[Choice]:
-    """The choice at every batch size, beginning with 0, which is nobody's."""
+    """The choice at every batch size, beginning with size 0, which has none."""
     sizes = [choice for choice in table.choices for _ in range(choice.batch_min, choice.batch_max + 1)]
     return [table.choices[0], *sizes]

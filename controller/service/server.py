@@ -11,22 +11,20 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 import structlog
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import SERVICE, Running, create, open_store
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.transport.address import check_free
-from speclen.transport.probes import probed
+from speclen.transport.servers import NOT_SERVING, SERVING, probed, set_health
 from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, stop_event
 
 log = structlog.get_logger()
 
 # The store's health under a name of its own: with a full disk the controller goes on serving, and says so here.
 STORE_SERVICE = "speclen.store"
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +41,7 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
         controller = await create(config, store, stored)
         start_work(controller, store)
         await controller.server.start()
-        await set_health(controller.health, SERVING)
+        await set_health(controller.health, SERVICE, SERVING)
         async with probed(config.probe_listen, controller.health):
             try:
                 yield controller
@@ -61,13 +59,13 @@ def start_work(controller: Running, store: Store) -> None:
     supervisor.start("learning", learner.run())
     supervisor.start("the journal", controller.journal.run(learner.learn_all))
     supervisor.start("the sweep of streams", streams.sweep())
-    supervisor.start("the delivery of news", streams.deliver())
+    supervisor.start("the delivery of updates", streams.deliver())
     supervisor.start("the database", watch_store(store, controller.health))
 
 
 async def end(controller: Running, timeout_s: float) -> None:
     """Drain; where something has failed, only tell: what would be saved could be wrong."""
-    await set_health(controller.health, NOT_SERVING)
+    await set_health(controller.health, SERVICE, NOT_SERVING)
     failure = controller.supervisor.failure
     failed = str(failure.result()) if failure.done() else ""
     await controller.supervisor.stop()
@@ -96,11 +94,6 @@ def unstored(controller: Running, store: Store) -> str:
     if not health.alive:
         return health.detail
     return "; ".join(dict.fromkeys(map(str, controller.journal.given_up.values())))
-
-
-async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
-    for name in ("", SERVICE):
-        await servicer.set(name, status)
 
 
 async def watch_store(store: Store, health_servicer: health.aio.HealthServicer) -> None:
@@ -169,7 +162,7 @@ def show_page(controller: Running, config: ControllerConfig) -> Any:
 
     registry = CollectorRegistry()
     registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))
-    page = serve_page(config.metrics_listen, registry, config.security)
+    page = serve_page(config.metrics_listen, registry, config)
     controller.supervisor.watch(page.thread)
     return page
 

@@ -177,7 +177,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         )
 
     async def fail(self, call: Call, method: str, error: Exception) -> NoReturn:
-        """End the call with the status that belongs to the error; what nobody foresaw is logged, not told."""
+        """End the call with the error's status; an unforeseen error is logged, and hidden from the caller."""
         if isinstance(error, aio.AbortError):
             raise error
         code, details = status_of(error)

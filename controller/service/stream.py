@@ -148,7 +148,7 @@ class Stream:
         return response
 
     async def tell(self) -> None:
-        """Send news, if there are any."""
+        """Send updates, if there are any."""
         if self.worker is not None and self.has_news():
             with contextlib.suppress(aio.BaseError):  # the worker is gone; the reader will notice
                 await self.send(self.worker)

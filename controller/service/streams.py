@@ -1,4 +1,4 @@
-"""All open StreamReports calls: their admission, one turn after the other, news for quiet ones, the end of silent ones."""
+"""All open StreamReports calls: their admission, turns, updates for quiet workers, and the end of silent streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speclen.v1 import control_pb2 as pb
 # A stream that spoke within this time will speak again, and its next answer carries the news: a message saved. With many
 # busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
 BUSY_S = 0.7
-# Between two looks at who has news.
+# Between two checks for updates.
 PUSH_INTERVAL_S = 0.25
 
 # Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
@@ -49,7 +49,7 @@ class StreamSettings:
 
 
 class Streams:
-    """All open streams: admission, news, and the sweep. draining: why nothing is taken any more."""
+    """All open streams: admission, updates, and the sweep. draining: why nothing is taken any more."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Streams:
         return message
 
     async def deliver(self) -> None:
-        """For ever: push news to workers that no answer will bring it to soon."""
+        """Push updates for ever to workers that get no answer soon."""
         while True:
             await asyncio.sleep(PUSH_INTERVAL_S)
             quiet_since = time.monotonic() - BUSY_S
@@ -145,7 +145,7 @@ class Streams:
     async def sweep(self, interval_s: float = 1.0) -> None:
         """For ever: end silent streams, and keep expected times and the sampling of reports fresh.
 
-        Time in which this process itself did not run (stopped, or starved) is nobody's silence.
+        Time in which this process itself did not run (stopped, or starved) does not count as silence.
         """
         expected = time.monotonic() + interval_s
         while True:

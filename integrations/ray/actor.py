@@ -1,4 +1,4 @@
-"""The controller as one named, detached actor: whoever needs it makes it, Ray keeps it alive."""
+"""The controller as one named, detached actor: the first caller creates it, Ray keeps it alive."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Worker:
             worker_id=f"ray:{host}:{context.replica_id.unique_id}",
             insecure=config.insecure,
         )
-        self._worker = await ServedWorker.start(told, told.worker_id, lambda: find_controller(config))
+        self._worker = await ServedWorker.start(told, lambda: find_controller(config))
         SERVED[told.worker_id] = self._worker
         self._end = asyncio.create_task(self._worker.until_failed())
 
@@ -95,7 +95,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: FleetConfig) -> serve.Application:
-    """The application. Requests beyond a worker's rows wait at the proxies, so that whoever is free first takes them."""
+    """The application. Requests beyond a worker's rows wait at the proxies, so that the first free worker takes them."""
     told = config.worker_config({})
     at_once = told.max_batch_size + config.rows_ahead
     sizes: dict[str, Any] = {"num_replicas": config.workers}

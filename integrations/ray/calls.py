@@ -74,7 +74,7 @@ class ServeCall:
 def check_token(keyring: Keyring | None, outer: Any, insecure: bool) -> None:
     """Raises CallEndedError, and sets the status, for a call without one of the tokens.
 
-    Without tokens nobody may call, unless insecure: Ray's gRPC proxy always listens to other machines.
+    Without tokens every call is refused, unless insecure: Ray's gRPC proxy always listens to other machines.
     """
     if insecure if keyring is None else keyring.accepts(outer.invocation_metadata()):
         return

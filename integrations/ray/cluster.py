@@ -61,7 +61,7 @@ def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Itera
     config = protected(config)
     try:
         start_proxies(listen, http_listen)
-        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        # The controller first, alone: errors of its database come before a worker loads a model.
         say(f"the controller serves on {start_controller(config)}")
         say(f"starting {config.workers} workers")
         deploy(config)
@@ -96,10 +96,9 @@ def write_secret(path: Path) -> None:
 
 
 def check_unused() -> None:
-    """Raises ValueError where Serve or a controller is on the cluster already: it is somebody's, and would end with us.
+    """Raises ValueError where Serve or a controller is on the cluster already: both would end with this fleet.
 
-    Nor would a Serve that runs do: its ports are what they are, and for two applications its gRPC proxy needs to be told
-    with each call which one is meant.
+    A running Serve has other ports, and with two applications its gRPC proxy needs the application's name with each call.
     """
     status = serve.status()
     if status.proxies or status.applications:

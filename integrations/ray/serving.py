@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -18,26 +17,15 @@ from starlette.types import ASGIApp
 
 from speclen.integrations.ray.calls import ServeCall, check_token
 from speclen.transport.credentials import Keyring
-from speclen.transport.supervision import PartFailedError, Supervisor
+from speclen.transport.supervision import PartFailedError
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig
-from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.thread import EngineThread
 from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.guard import Guard
-from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
-from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.service.server import (
-    SWITCH_INTERVAL_S,
-    drain,
-    make_async_engine,
-    start_engine,
-    watch_threads,
-)
-from speclen.worker.service.servicer import GenerationServicer
+from speclen.worker.service.server import Parts, drain, make_parts, start_engine
 
 log = structlog.get_logger()
 
@@ -48,37 +36,18 @@ FindController = Callable[[], Awaitable[str]]
 class ServedWorker:
     """For one event loop; made by `start`. http: the OpenAI-compatible front as an ASGI application."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        pair: ModelPair,
-        engine: Engine,
-        control: ControlClient,
-        thread: EngineThread,
-        supervisor: Supervisor,
-    ) -> None:
-        security = config.server_security()
-        self.config, self.control, self.supervisor = config, control, supervisor
-        self.engine, _ = make_async_engine(config, pair, engine, control, supervisor, security)
-        self._keyring = security.keyring()
-        self.servicer = GenerationServicer(
-            self.engine, control, model_facts(pair, engine, control.card.context), self._keyring
-        )
+    def __init__(self, config: WorkerConfig, parts: Parts) -> None:
+        self.config, self.servicer, self.engine = config, parts.servicer, parts.engine
+        self.control, self.supervisor = parts.control, parts.supervisor
+        self._keyring = config.keyring()
         self.http = guarded(config, self.engine)
-        self._running = start_engine(thread, engine, supervisor)
-        watch_threads(config, engine, supervisor)
+        self._running = start_engine(config, parts)
 
     @classmethod
-    async def start(cls, config: WorkerConfig, worker_id: str, find_controller: FindController) -> ServedWorker:
+    async def start(cls, config: WorkerConfig, find_controller: FindController) -> ServedWorker:
         """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        supervisor = Supervisor()
-        thread = EngineThread()
-        thread.start()
-        pair, engine, control = await asyncio.wrap_future(
-            thread.call(load, config, lambda words: log.info(words, worker=worker_id))
-        )
-        worker = cls(config, pair, engine, control, thread, supervisor)
+        worker = cls(config, await make_parts(config, lambda words: log.info(words, worker=config.worker_id)))
+        supervisor = worker.supervisor
         supervisor.keep("report buffer", worker.control.keep_bounded)  # while no controller is found, too
         supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
         supervisor.watch_loop()
@@ -123,7 +92,7 @@ class ServedWorker:
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     """The HTTP front behind its guard, as `speclen worker --http-listen` has it.
 
-    Without a token nobody may call, unless insecure, as over gRPC: a file of Serve's opens its proxy to other machines.
+    Without a token every call is refused, unless insecure, as over gRPC: a Serve file opens its proxy to other machines.
     """
     front = front_of(config, engine, None)  # no metrics page: each look at it would be at another worker
     keyring = config.http_security().keyring(KEY_FLAG)

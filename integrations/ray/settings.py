@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.config import ControllerConfig
-from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.credentials import ServerSecurity
 from speclen.transport.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
 
@@ -33,17 +33,19 @@ class FleetConfig:
 
     workers: int = setting(1, "Workers that always run.", least=1, most=1024)
     max_workers: int = setting(
-        0, "Workers at most, added and removed by load; 0: always --workers.", least=0, most=1024
+        0, "With Ray: workers at most, added and removed by load; 0: always --workers.", least=0, most=1024
     )
-    cpus_per_worker: float = setting(1.0, "CPUs that Ray keeps for each worker.", least=0)
-    gpus_per_worker: float = setting(0.0, "GPUs that Ray keeps for each worker.", least=0)
+    cpus_per_worker: float = setting(1.0, "With Ray: CPUs for each worker.", least=0)
+    gpus_per_worker: float = setting(0.0, "With Ray: GPUs for each worker.", least=0)
     data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
     controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
     controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
     metrics_listen: str = setting("", "Address of the controller's Prometheus page, on its machine; empty for none.")
-    controller_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
+    controller_cert: Path | None = setting(None, "With Ray: certificate chain of the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
-    insecure: bool = setting(False, "Let other machines in without a token, and reach the controller without TLS.")
+    insecure: bool = setting(
+        False, "With Ray: let other machines in without a token, and reach the controller without TLS."
+    )
     worker: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,10 +55,11 @@ class FleetConfig:
         if (self.controller_cert is None) != (self.controller_key is None):
             raise ValueError("--controller-cert and --controller-key belong together: give both or none")
         if self.metrics_listen:
-            check_pages(self.metrics_listen, ServerSecurity(self.controller_cert, self.controller_key), self.insecure)
+            security = ServerSecurity(self.controller_cert, self.controller_key, insecure=self.insecure)
+            security.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)
         for name in self.worker:
             if name not in OF_WORKERS:
-                raise ValueError(f"{name} is no setting of workers on Ray")
+                raise ValueError(f"{name} is no setting of workers on Ray: see `speclen worker --help`")
         self.worker_config({})
 
     @property
@@ -98,7 +101,7 @@ def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
         elif name in OF_WORKERS:
             worker[name] = parse(WorkerConfig, name, value)
         else:
-            raise ValueError(f"{key} is no setting of a fleet on Ray")
+            raise ValueError(f"{key} is no setting of a fleet on Ray: see `speclen up --help`")
     return FleetConfig(**fleet, worker=worker)
 
 

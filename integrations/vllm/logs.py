@@ -14,7 +14,7 @@ LOGGER = "vllm.speclen"  # below vLLM's own, whose handler and level are thereby
 
 
 def set_up_logs() -> None:
-    """Send our events to vLLM's log, unless whoever runs this process has a plan of his own for structlog."""
+    """Send our events to vLLM's log, unless this process has configured structlog already."""
     if structlog.is_configured():
         return
     structlog.configure(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path, "--bundle", tmp_path / "none"],
+        [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path],
         capture_output=True,
         text=True,
         cwd=tmp_path,

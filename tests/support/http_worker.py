@@ -15,18 +15,19 @@ import grpc
 import httpx
 import openai
 
+from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.http.app import Front, create_app
-from speclen.worker.http.server import HttpServer, listen, make_server, serving
+from speclen.worker.http.server import HttpServer, make_server, serving
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.observing.metrics import page_of
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.server import create_server
+from speclen.worker.service.server import open_service
 from tests.support.control_parts import client
 from tests.support.engines import make_engine
 from tests.support.served import parts_of
@@ -59,7 +60,7 @@ class HttpWorker:
 
     def client(self, api_key: str = KEY, **options: Any) -> openai.OpenAI:
         """The official client, which does not retry."""
-        scheme = "https" if self.security.encrypted else "http"
+        scheme = "https" if self.security.tls_cert else "http"
         return openai.OpenAI(base_url=f"{scheme}://{self.http}/v1", api_key=api_key, max_retries=0, **options)
 
     @property
@@ -71,11 +72,10 @@ class HttpWorker:
         engine, metrics, servicer = parts_of(self.engine, self.control, self.max_waiting, 0.005, unread_s)
         self.async_engine = engine
         page = page_of(metrics.registry, self.model)
-        serves = lambda: engine.serving  # noqa: E731
-        front = Front(engine, self.model, "1.2.3", page, serves, self.chat_template, 1_700_000_000)
-        grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
+        front = Front(engine, self.model, page, self.chat_template)
+        grpc_server, grpc_port, _ = await open_service("127.0.0.1:0", servicer, ServerSecurity())
         await grpc_server.start()
-        bound = listen("127.0.0.1:0")
+        bound = bind("--http-listen", "127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
         app, refuse = create_app(front), engine.metrics.refuse
         self.server = make_server(app, self.security, unread_timeout_s=unread_s, refuse=refuse)

@@ -35,7 +35,7 @@ async def soon_broken(*arguments, **more):
         (Learner, "run", "learning"),
         (Journal, "run", "the journal"),
         (Streams, "sweep", "the sweep of streams"),
-        (Streams, "deliver", "the delivery of news"),
+        (Streams, "deliver", "the delivery of updates"),
     ],
 )
 async def test_a_part_that_ends_is_a_failure_of_the_controller(tmp_path, monkeypatch, kind, method, part):

@@ -130,11 +130,11 @@ def test_stale_workers_and_those_whose_reports_are_refused_are_named_in_a_few_li
     assert len(named) == 2 * module.MOST_NAMED
     assert [finding.check for finding in named[:2]] == ["worker worker-1", "worker worker-2"], "heard last"
     assert {finding.status for finding in named} == {"warning"}
-    assert "last heard" in named[0].found
+    assert "last active" in named[0].found
     assert "50 of its reports were refused" in named[-1].found
     [total, rest] = [finding.found for finding in findings if finding.check == "workers"]
-    assert total == "100 known, 0 heard within the hour"
-    assert rest.startswith(f"{100 - module.MOST_NAMED} more are stale")
+    assert total == "100 known, 0 active within the hour"
+    assert rest.startswith(f"{100 - module.MOST_NAMED} more have been stale")
 
 
 def test_what_was_given_up_is_told(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu import bundle
 from speclen.bench.gpu import checks
 from speclen.worker.backends.torch.recording import RerunRecorder
 from speclen.worker.models.loading import load_pair
@@ -52,11 +50,11 @@ def test_parts_that_take_too_long_fail_without_a_result_and_do_not_end_the_other
     assert "vllm-v2: skipped" in done.stdout
 
 
-# Where python and timeout only note what parts are given. Modules are looked for, and bundles unpacked, all the same.
+# Where python and timeout only note what parts are given. Modules are looked for all the same.
 PYTHON = f"""#!/bin/sh
 case "$2" in
   *cuda*) exit ;;
-  *find_spec* | *tarfile*) exec {sys.executable} "$@" ;;
+  *find_spec*) exec {sys.executable} "$@" ;;
 esac
 echo "$*" >>calls
 """
@@ -77,12 +75,14 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(machine: Path) -> tuple[list[str], list[int], list[str]]:
+def check(machine: Path, *arguments: str) -> tuple[list[str], list[int], list[str]]:
     """Lines about parts, the seconds that each may take, and their commands."""
     for name in ("calls", "limits"):
         (machine / name).unlink(missing_ok=True)
     environment = os.environ | {"PATH": f"{machine / 'bin'}:{os.environ['PATH']}"}
-    said = subprocess.check_output([machine / "scripts" / "gpu_check"], text=True, env=environment).splitlines()
+    said = subprocess.check_output(
+        [machine / "scripts" / "gpu_check", *arguments], text=True, env=environment
+    ).splitlines()
     limits = [int(line) for line in (machine / "limits").read_text().split()]
     return said, limits, (machine / "calls").read_text().splitlines()
 
@@ -93,28 +93,13 @@ def test_parts_share_14_minutes_and_those_that_cannot_run_leave_theirs_to_the_ot
     assert limits == pytest.approx([166, 220, 820], abs=10), "shares 2, 2 and 5 of 9"
     minutes = float(calls[2].partition("--minutes ")[2].split()[0])
     assert 60 * minutes == pytest.approx(limits[2] - 120, abs=0.1)
-    assert [line.partition(":")[0] for line in said if "no bundle of it" in line] == ["vllm-v1", "vllm-v2"]
+    assert [line.partition(":")[0] for line in said if "vLLM is not installed" in line] == ["vllm-v1", "vllm-v2"]
 
 
-def test_a_bundle_in_pieces_is_put_together_once_all_are_there(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, noise = machine / "build" / "gpu_bundle", random.Random(0).randbytes(3000)
-
-    def collect(wheel: Path, target: Path) -> None:
-        (target / "vllm").mkdir(parents=True)
-        (target / "vllm" / "__init__.py").write_bytes(noise)
-
-    monkeypatch.setattr(bundle, "PIECE_BYTES", 300)  # more than nine of them
-    monkeypatch.setattr(bundle, "collect_packages", lambda site, have: site.mkdir(parents=True))
-    monkeypatch.setattr(bundle, "collect_vllm", collect)
-    monkeypatch.setattr(sys, "argv", ["bundle.py", "--out", str(folder)])
-    bundle.main()
-    [second] = folder.glob("piece-2-of-1?")
-    held_back = second.rename(machine / second.name)
-    said, limits, _ = check(machine)
-    assert (len(limits), sum("pieces of its bundle: carry the others" in line for line in said)) == (3, 2)
-    held_back.rename(second)
-    _, limits, calls = check(machine)
-    assert (folder / "packages" / "vllm" / "vllm" / "__init__.py").read_bytes() == noise
+def test_vllm_takes_part_from_a_folder_of_packages(machine: Path) -> None:
+    (machine / "packages" / "vllm").mkdir(parents=True)
+    (machine / "packages" / "vllm" / "__init__.py").touch()
+    _, limits, calls = check(machine, "--bundle", "packages")
     assert limits == pytest.approx([92, 109, 361, 400, 820], abs=10), "shares 2, 2, 5, 3 and 3 of 15"
     for name, limit, call in zip(("v1", "v2"), limits[3:], calls[3:5], strict=True):
         assert f"--runner {name} --seconds {limit} " in call

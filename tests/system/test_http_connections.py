@@ -10,10 +10,11 @@ import time
 import httpx
 import pytest
 
+from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.http import connection
 from speclen.worker.http.responses import json_response
-from speclen.worker.http.server import listen, make_server, serving
+from speclen.worker.http.server import make_server, serving
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
 from tests.support.waiting import until
@@ -147,7 +148,7 @@ async def test_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(
         await json_response(body)(scope, receive, send)
         sent.append(True)
 
-    bound = listen("127.0.0.1:0")
+    bound = bind("--http-listen", "127.0.0.1:0")
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
     server = make_server(app, security, unread_timeout_s=0.5)
 

@@ -103,7 +103,7 @@ def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monk
 
     blocks = pytest.importorskip("speclen.worker.backends.openvino.blocks")
     monkeypatch.setattr(blocks, "reserve", reserve)
-    assert re.search(r"2 rows of \d+ tokens need .* GiB of KV, which cannot be had: lower", fallen_back(caplog))
+    assert re.search(r"2 sequences of .* GiB of KV memory, more than there is: lower", fallen_back(caplog))
 
 
 def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(

@@ -196,7 +196,7 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
         return str(where.address)
 
     settings = {"threads": 1, "backend": "torch", "max_batch_size": 4, "drain_timeout_s": 5.0, "insecure": True}
-    worker = await ServedWorker.start(WorkerConfig(worker_id="ray:test", **settings), "ray:test", find)
+    worker = await ServedWorker.start(WorkerConfig(worker_id="ray:test", **settings), find)
     end_of_process: list[str] = []
     watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
     try:

@@ -90,7 +90,7 @@ def test_both_edges_write_the_same(worker: HttpWorker) -> None:
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
         ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", 'unknown name: "foo"'),
         ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type: foo"),
-        ({"structured_outputs": {"json": False}}, "structured_outputs", "no JSON schema that anything fits"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs", "a JSON schema that nothing fits"),
         ({"structured_outputs": {}}, "structured_outputs", "is empty"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "leave one"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs", "False"),

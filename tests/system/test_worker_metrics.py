@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from prometheus_client import generate_latest
 
-from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.credentials import ServerSecurity
 from speclen.worker.observing.metrics import WorkerMetrics
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
@@ -62,8 +62,10 @@ def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
     made, address = make_certificates(tmp_path), free_address()
     security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)
     with pytest.raises(ValueError, match="--tls-client-ca, use"):
-        check_pages("0.0.0.0:9090", ServerSecurity(made.server.cert, made.server.key), insecure=False)
-    check_pages("0.0.0.0:9090", security, insecure=False)
+        ServerSecurity(made.server.cert, made.server.key).check_exposure(
+            "--metrics-listen", "0.0.0.0:9090", tokens=False
+        )
+    security.check_exposure("--metrics-listen", "0.0.0.0:9090", tokens=False)
     metrics.serve(address, security)
     context = ssl.create_default_context(cafile=made.authority.cert)
     with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):

@@ -102,7 +102,7 @@ def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
     token, key = tmp_path / "token", tmp_path / "key"
     assert WorkerConfig(token_file=token).http_security().token_file == token
     assert WorkerConfig(token_file=token, api_key_file=key).http_security().token_file == key
-    assert WorkerConfig(token_file=token, api_key_file=key).server_security().token_file == token
+    assert WorkerConfig(token_file=token, api_key_file=key).token_file == token
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])

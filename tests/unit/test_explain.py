@@ -38,7 +38,7 @@ def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
         "The runner-up, 'n-gram else draft 2', needs 8.2 ms per token: 2.5% worse; their intervals"
     )
     assert words[3] == "Plain decoding needs 20 ms per token: the choice is 2.50 times as fast."
-    assert words[4] == "Draft tokens 1 to 2 survive with 75%, 50%."
+    assert words[4] == "Draft tokens 1 to 2 and all before them are accepted in 75%, 50% of steps."
     assert words[5] == "The choice last changed (yesterday) from nothing to 'draft 3': it was better."
 
 
@@ -94,5 +94,5 @@ def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
     for text in ("9", "90"):
         with pytest.raises(UserError, match=f"no context is called '{text}'"):
             find_context(rows, text)
-    with pytest.raises(UserError, match="fits several contexts"):
+    with pytest.raises(UserError, match="matches several contexts"):
         find_context(rows, "gpu")

@@ -39,9 +39,13 @@ class Edge:
         admission = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
         pair = SimpleNamespace(target_name="t", vocab_size=tiny_models.VOCAB_SIZE)
         engine: Any = SimpleNamespace(
-            admission=admission, metrics=self.metrics, max_sequence_tokens=256, engine=SimpleNamespace(pair=pair)
+            admission=admission,
+            metrics=self.metrics,
+            serving=False,
+            max_sequence_tokens=256,
+            engine=SimpleNamespace(pair=pair),
         )
-        app = create_app(Front(engine, "tiny", "1", registry, lambda: False))
+        app = create_app(Front(engine, "tiny", registry))
         self.app = Guard(app, keyring, body_timeout_s=0.05, refuse=self.metrics.refuse)
         self.registry = registry
 

@@ -91,7 +91,7 @@ def test_positions_that_depend_on_other_rows_are_refused(kind: str) -> None:
         rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "original_max_position_embeddings": 128}
     model = tiny_models.build("llama")
     model.config.rope_parameters = rope
-    with pytest.raises(ModelError, match=f"{kind} depend on the longest row"):
+    with pytest.raises(ModelError, match=f"{kind} depend on the longest sequence"):
         cached(model)
 
 

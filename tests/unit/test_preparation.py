@@ -70,7 +70,7 @@ def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
 def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
-    with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
+    with pytest.raises(ModelError, match=r"a single sequence of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
         prepare(pair, EngineConfig(max_batch_size=16))
 
 

@@ -38,7 +38,7 @@ from tests.support.waiting import on_loop_until as until
         (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id has 129 characters"),
         # Once something was made for each sequence before the number was looked at: one message ended the worker.
         (sampled(n=2**32 - 1), "n is 4294967295"),
-        (pb.GenerateRequest(text="x" * 1_000_000), "text begins with 4096 tokens"),
+        (pb.GenerateRequest(text="x" * 1_000_000), "text has 4096 tokens in its first"),
         (sampled(n=64, logprobs=20, max_tokens=2**32 - 1), "326400 entries, at most 250000"),
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
         # Copied first, a message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences.

@@ -1,16 +1,18 @@
 """Loopback unless told otherwise; beyond it TLS and proof of who calls, on every method."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from speclen.transport.address import check_exposure, split_address
+from speclen.transport.address import split_address
 from speclen.transport.credentials import ClientSecurity, Keyring, ServerSecurity, read_token, read_tokens
 
 TOKEN = "0123456789abcdef"
+FILE = Path("named")
 
 
 @pytest.mark.parametrize(
@@ -29,16 +31,17 @@ def test_what_is_no_address_is_named(address):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"])
 def test_loopback_needs_no_protection(address):
-    check_exposure("--listen", address, encrypted=False, authenticated=False, insecure=False)
+    ServerSecurity().check_exposure("--listen", address)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1"])
-@pytest.mark.parametrize(("encrypted", "authenticated"), [(False, False), (True, False), (False, True)])
-def test_other_addresses_need_both_encryption_and_authentication(address, encrypted, authenticated):
+@pytest.mark.parametrize("given", [{}, {"tls_cert": FILE, "tls_key": FILE}, {"token_file": FILE}])
+def test_other_addresses_need_both_encryption_and_authentication(address, given):
     with pytest.raises(ValueError, match="open to other machines"):
-        check_exposure("--listen", address, encrypted, authenticated, insecure=False)
-    check_exposure("--listen", address, encrypted=True, authenticated=True, insecure=False)
-    check_exposure("--listen", address, encrypted, authenticated, insecure=True)
+        ServerSecurity(**given).check_exposure("--listen", address)
+    ServerSecurity(tls_cert=FILE, tls_key=FILE, token_file=FILE).check_exposure("--listen", address)
+    ServerSecurity(tls_cert=FILE, tls_key=FILE, tls_client_ca=FILE).check_exposure("--listen", address)
+    ServerSecurity(**given, insecure=True).check_exposure("--listen", address)
 
 
 def call_health(server_security: ServerSecurity, client_security: ClientSecurity) -> grpc.StatusCode:

@@ -71,8 +71,8 @@ CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(6
 WANTED = ArmChoice(Arm(1), decision_version=4)
 
 
-def noted(batch_size: int, num_steps: int, *flags: StepFlag) -> CautiousLengths:
-    lengths = CautiousLengths(CONFIGURED)
+def noted(batch_size: int, num_steps: int, *flags: StepFlag, lengths: CautiousLengths | None = None) -> CautiousLengths:
+    lengths = lengths or CautiousLengths(CONFIGURED)
     for _ in range(num_steps):
         lengths.note(StepRecord(0, batch_size, Arm(5), 0.01, (batch_size, 0, 0, 0, 0, 0), flags=frozenset(flags)))
     return lengths
@@ -93,8 +93,13 @@ def test_the_configured_length_holds_until_a_size_or_its_neighbour_has_samples()
     assert before == ArmChoice(Arm(3)), "of no table of the controller's"
 
 
-def test_flagged_steps_are_no_evidence():
-    assert followed(noted(4, 100, StepFlag.OVERLAP)) == []
+def test_flagged_steps_are_no_evidence_by_themselves():
+    assert followed(noted(4, 1000, StepFlag.OVERLAP)) == []
+
+
+def test_a_size_whose_steps_nearly_all_have_prompts_follows_the_controller_too():
+    lengths = noted(32, 11 * MIN_SAMPLES, StepFlag.PREFILL)
+    assert followed(noted(4, MIN_SAMPLES, lengths=lengths)) == [3, 4, 5, *range(28, 37)]
 
 
 def test_probes_are_followed_from_the_first_step():

@@ -114,7 +114,7 @@ def _check_config(config: Any, name: str) -> None:
     kinds = {variant.get("rope_type", variant.get("type")) for variant in variants} & BATCH_DEPENDENT_ROPE
     if kinds:
         raise ModelError(
-            f"{name}: rotary embeddings of type {kinds.pop()} depend on the longest row of a batch, so that requests "
+            f"{name}: rotary embeddings of type {kinds.pop()} depend on the longest sequence of a batch, so requests "
             "would change each other's output"
         )
 
@@ -124,7 +124,7 @@ def _check_calls(calls: Sequence[_Call], config: Any, name: str) -> None:
     if [call.layer for call in calls] != list(range(num_layers)):
         raise ModelError(
             f"{name}: {len(calls)} attention calls for {num_layers} layers of {config.model_type}: its attention "
-            "does not go through transformers' AttentionInterface, so rows of different lengths would be wrong"
+            "does not go through transformers' AttentionInterface, so sequences of different lengths would be wrong"
         )
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind == "sliding_attention" and calls[index].sliding_window is None:

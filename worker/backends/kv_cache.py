@@ -181,8 +181,8 @@ def reserve(num_bytes: int, num_rows: int, max_length: int) -> mmap.mmap:
 
 def no_room(num_bytes: int, num_rows: int, max_length: int) -> MemoryError:
     return MemoryError(
-        f"{num_rows} rows of {max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV, which cannot be had: lower the "
-        "batch size or the context length"
+        f"{num_rows} sequences of {max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV memory, more than there is: "
+        "lower --max-batch-size"
     )
 
 

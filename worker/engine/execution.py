@@ -46,7 +46,7 @@ class StepExecutor:
         return self._commit(step, started, evaluates)
 
     def _run_apart(self, plan: StepPlan, started: float, error: Exception) -> StepRecord | None:
-        failed = f"{len(plan.rows)} rows and {len(plan.chunks)} prompts"
+        failed = f"{len(plan.rows)} sequences and {len(plan.chunks)} prompts"
         if len(parts := plan.apart()) > 1:
             log.exception("%s failed together; they run apart", failed)
             first, *_ = [self.run(part, time.perf_counter()) for part in parts]
@@ -56,7 +56,7 @@ class StepExecutor:
             log.exception("proposals for %s failed; %d steps go on without", failed, PLAIN_STEPS)
             self.run(plan.plainly(), time.perf_counter())
             return None  # the time of two steps
-        log.exception("a step of %s failed; it ends them", failed)
+        log.exception("a step of %s failed; their requests end", failed)
         self.end(plan.sequences, error)
         return None
 
@@ -129,7 +129,7 @@ class StepExecutor:
         try:
             self._draft_prefill_s += self._runner.feed_draft_prompts(chunks, self._outbox.deliver)
         except Exception:
-            log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
+            log.exception("draft-model prefill of %d prompts failed; it catches up on its next use", len(chunks))
 
     def end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
         """Abort sequences that have rows. error: None if a caller asked for it."""

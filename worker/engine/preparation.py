@@ -175,7 +175,7 @@ def _on_torch(
     started = time.monotonic()
     number = sum(model.record_ahead(started + config.record_ahead_s) for model in reversed(captured))
     if number:
-        log.info("%d passes are recorded, in %.1f s", number, time.monotonic() - started)
+        log.info("captured %d passes in %.1f s", number, time.monotonic() - started)
     return [*captured]
 
 
@@ -247,8 +247,8 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_
         fitting = fit_rows(*wanted, least, spare, budget)
         if not fitting[0]:
             raise ModelError(
-                f"a single row of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: use a smaller "
-                "model or another device"
+                f"a single sequence of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: "
+                "use a smaller model or another device"
             )
     if fitting != wanted:
         sizes = *fitting, *wanted

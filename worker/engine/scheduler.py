@@ -66,8 +66,8 @@ class Scheduler:
         need, sampling = self.kv_need(sequence), sequence.request.sampling
         if need > self.max_kv_tokens:
             raise ValueError(
-                f"max_tokens is {sampling.max_tokens}: with the prompt that may take {need} tokens of KV, but there are "
-                f"only {self.max_kv_tokens}"
+                f"max_tokens is {sampling.max_tokens}: with the prompt it may need {need} tokens of KV memory, of "
+                f"{self.max_kv_tokens}: lower it"
             )
 
     # Joining.

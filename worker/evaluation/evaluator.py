@@ -87,7 +87,7 @@ class Evaluator:
         try:
             evaluation = self._evaluate(row, first, stop)
         except Exception:
-            log.exception("outputs cannot be evaluated: what arms are worth is learned from steps alone")
+            log.exception("outputs cannot be evaluated: tokens per step are learned from steps alone")
             self._works = False
             return ()
         took_s = time.perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from speclen.worker.service.async_engine import AsyncEngine
 DESCRIPTION = "OpenAI-compatible front of a speclen worker. Every path wants the API key, if the worker has one."
 # Fields of the body that the answer needs once its job is made.
 NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
+FIELDS = ("prompt", "messages", "tokens")  # with whose name an error's message may begin
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -39,23 +40,19 @@ SEVERAL_WORKERS = (
 class Front:
     """The state behind the routes. model: the name that clients use. page: registry of the metrics page.
 
-    None where several workers share an address, since their counters would mix. healthy: True while the worker can serve.
-    chat_template: replaces the tokenizer's, if given.
+    None where several workers share an address, since their counters would mix. chat_template: replaces the tokenizer's,
+    if given.
     """
 
     engine: AsyncEngine
     model: str
-    version: str
     page: CollectorRegistry | None
-    healthy: Callable[[], bool]
     chat_template: str | None = None
-    started_at: int = 0
 
 
 def front_of(config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry | None) -> Front:
     """The front of a worker with these settings. Raises ValueError where the chat template cannot be read."""
-    model, template = config.served_model_name or config.target, config.read_template()
-    return Front(engine, model, installed_version(), page, lambda: engine.serving, template, int(time.time()))
+    return Front(engine, config.served_model_name or config.target, page, config.read_template())
 
 
 def create_app(front: Front) -> FastAPI:
@@ -63,7 +60,7 @@ def create_app(front: Front) -> FastAPI:
     # Without the pages that show the schema: they load scripts from elsewhere.
     app = FastAPI(
         title="speclen",
-        version=front.version,
+        version=installed_version(),
         description=DESCRIPTION,
         docs_url=None,
         redoc_url=None,
@@ -77,8 +74,7 @@ def create_app(front: Front) -> FastAPI:
     add_generation(app, front)
     add_tokenizing(app, front)
     add_facts(app, front)
-    for kind, make_error in ERRORS.items():
-        app.add_exception_handler(kind, counted(front, make_error))
+    add_errors(app, front)
     add_head(app)
     return app
 
@@ -146,7 +142,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
     card = {
         "id": front.model,
         "object": "model",
-        "created": front.started_at,
+        "created": int(time.time()),
         "owned_by": "speclen",
         "root": front.engine.engine.pair.target_name,
         "parent": None,
@@ -165,14 +161,14 @@ def add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        if not front.healthy():
+        if not front.engine.serving:
             # Not raised: a probe does not count as a refused request.
             return error_response(ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy"))
         return Response()
 
     @app.get("/version")
     async def version() -> Response:
-        return json_response({"version": front.version})
+        return json_response({"version": installed_version()})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -213,16 +209,23 @@ def unknown_model(name: str, front: Front) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-def counted(front: Front, make_error: Callable[[Request, Any], Exception]) -> Callable[..., Awaitable[Response]]:
-    """A handler of errors outside of a job, which counts them."""
+def add_errors(app: FastAPI, front: Front) -> None:
+    """Answer and count errors outside of a job."""
 
-    async def handle(request: Request, error: Exception) -> Response:
-        response = error_response(refusal(make_error(request, error), FIELDS, front.engine, caller_of(request)))
-        if isinstance(error, HTTPException):
-            response.headers.update(error.headers or {})  # the methods that a path has
+    async def handle(request: Request, error: Any) -> Response:
+        told: Exception = error
+        headers: Mapping[str, str] = {}  # the methods that a path has
+        if isinstance(error, RequestValidationError):
+            told = from_invalid_body(request, error)
+        elif isinstance(error, HTTPException):  # an unknown path, or a method that it has not
+            told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            headers = error.headers or {}
+        response = error_response(refusal(told, FIELDS, front.engine, caller_of(request)))
+        response.headers.update(headers)
         return response
 
-    return handle
+    for kind in (RequestValidationError, HTTPException, ValueError, RefusedError, Exception):
+        app.add_exception_handler(kind, handle)
 
 
 def from_invalid_body(request: Request, error: RequestValidationError) -> ApiError:
@@ -237,20 +240,3 @@ def from_invalid_body(request: Request, error: RequestValidationError) -> ApiErr
         given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
         return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
     return from_invalid(complaints, error.body)
-
-
-def itself(request: Request, error: Exception) -> Exception:
-    return error
-
-
-ERRORS: dict[type[Exception], Callable[[Request, Any], Exception]] = {
-    RequestValidationError: from_invalid_body,
-    # An unknown path or method.
-    HTTPException: lambda request, error: ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    ),
-    ValueError: itself,
-    RefusedError: itself,
-    Exception: itself,
-}
-FIELDS = ("prompt", "messages", "tokens")  # with whose name an error's message may begin

@@ -131,7 +131,7 @@ def to_json(content: Any) -> bytes:
     try:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError as error:  # would count as the caller's
-        raise ArithmeticError(f"an answer holds a number that JSON has not: {error}") from error
+        raise ArithmeticError(f"the answer holds a number that JSON cannot hold: {error}") from error
     for end, escaped in LINE_ENDS.items():
         text = text.replace(end, escaped)
     return text.encode("utf-8", errors="replace")

@@ -13,7 +13,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from speclen.transport.address import split_address
+from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.http.app import create_app, front_of
@@ -37,7 +37,7 @@ async def http_front(
     page: of /metrics. on_failure: called if it ends before the block. Raises as `WorkerConfig.check_http`.
     """
     app = create_app(front_of(config, engine, page))
-    bound = listen(config.http_listen)
+    bound = bind("--http-listen", config.http_listen)
     security, refuse = config.http_security(), engine.metrics.refuse
     server = make_server(app, security, unread_timeout_s=config.unread_timeout_s, refuse=refuse)
     async with serving(server, bound, on_failure):
@@ -51,23 +51,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def listen(address: str) -> socket.socket:
-    """A socket bound to HOST:PORT. Raises OSError when it is taken, ValueError for no address."""
-    host, port = split_address("--http-listen", address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With a named protocol asyncio switches Nagle's algorithm off, which would delay chunks by 40 ms.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(BACKLOG)
-        bound.setblocking(False)
-    except OSError as error:
-        bound.close()
-        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another with --http-listen") from error
-    return bound
 
 
 def make_server(

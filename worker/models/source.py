@@ -93,7 +93,7 @@ def refuse_unsuitable(source: ModelSource) -> None:
         )
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
         raise ModelError(
-            f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
+            f"{source.name}: {kind} computes attention in its own code, so sequences of different lengths would be wrong"
         )
 
 

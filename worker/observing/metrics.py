@@ -49,7 +49,7 @@ class WorkerMetrics:
         self.registry.register(self)
         self._thread: threading.Thread | None = None  # serves the page
         self.slow_readers = Counter(
-            "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
+            "speclen_slow_readers", "Requests ended because their client read nothing", registry=self.registry
         )
 
     def serve(

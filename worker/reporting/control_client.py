@@ -151,7 +151,7 @@ class ControlClient:
         try:
             self.table = ArmTable.of(table.choices, self.card.limits, "controller", table.version)
         except ValueError as error:
-            log.error("table of the controller not used", reason=str(error))
+            log.error("the controller's table is not used", reason=str(error))
             return
         if self.table.arms != before.arms:
             arms = {f"{one.batch_min}-{one.batch_max}": str(one.arm) for one in self.table.choices}
@@ -161,7 +161,7 @@ class ControlClient:
         """Report one block of steps in so many from now on."""
         sample_every = max(1, sample_every)
         if sample_every > MAX_SAMPLE_EVERY:
-            log.error("sampling of the controller not used", sample_every=sample_every, allowed=MAX_SAMPLE_EVERY)
+            log.error("the controller's sampling is not used", sample_every=sample_every, allowed=MAX_SAMPLE_EVERY)
         elif sample_every != self.buffer.sample_every:
             log.info("reports are sampled", sample_every=sample_every)
             self.buffer.sample_every = sample_every

@@ -172,7 +172,7 @@ class SequenceState:
         return self._output(token_ids=(), text=text, finish_reason=FinishReason.ABORT, error=error)
 
     def _output(self, **news: Any) -> SequenceOutput:
-        """An output with the totals so far, and its news."""
+        """An output with the totals so far, and what is new in it."""
         return SequenceOutput(
             request_id=self.request.request_id,
             index=self.index,

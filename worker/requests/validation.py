@@ -53,8 +53,8 @@ def check_request(
 
 def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
     return (
-        f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least one "
-        "new token"
+        f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and a new token: "
+        "shorten it"
     )
 
 

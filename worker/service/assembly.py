@@ -109,6 +109,6 @@ def prepare_threads(engine: Engine, num_threads: int) -> None:
         try:
             model.use_threads(num_threads)
         except MemoryError as error:
-            log.info("threads are not prepared", num_threads=num_threads, reason=str(error))
+            log.info("models are not compiled for more threads", num_threads=num_threads, reason=str(error))
         finally:
             model.use_threads(engine.num_threads)

@@ -41,7 +41,7 @@ def to_fixed_length(message: pb.Speculation) -> int | None:
         pb.Speculation.MODE_FIXED: message.length,
     }
     if message.mode not in modes:
-        raise ValueError(f"speculation.mode {message.mode} is unknown")
+        raise ValueError(f"speculation.mode {message.mode} is unknown: use MODE_AUTO, MODE_OFF or MODE_FIXED")
     return modes[message.mode]
 
 

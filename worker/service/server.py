@@ -12,21 +12,19 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
+from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.probes import probed
+from speclen.transport.servers import NOT_SERVING, SERVING, create_server, probed, set_health
 from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends import openvino
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
 from speclen.worker.config import WorkerConfig
-from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
+from speclen.worker.models.loading import resolve_device, resolve_dtype
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
 from speclen.worker.reporting.card import controller_of
 from speclen.worker.reporting.control_client import ControlClient
@@ -52,8 +50,6 @@ STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
 FRONT = "the HTTP front"
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
 
@@ -65,20 +61,12 @@ OpenFront = Callable[
 ]
 
 
-async def create_server(
+async def open_service(
     address: str, servicer: GenerationServicer, security: ServerSecurity
 ) -> tuple[aio.Server, int, health.aio.HealthServicer]:
-    """A server with Generation, health and reflection, not started yet, and its port.
-
-    Raises OSError when the address cannot be bound, ValueError when certificates or token cannot be read.
-    """
-    prepare_aio()
-    server = aio.server(options=OPTIONS, interceptors=security.interceptors())
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, security.add_port(server, address), health_servicer
+    """Server, port and health of the Generate service. Raises as `create_server`."""
+    add = functools.partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
+    return await create_server(address, SERVICE, add, security, OPTIONS)
 
 
 async def serve(
@@ -91,62 +79,66 @@ async def serve(
     Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot
     go on.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_config(config)
-    security, controller = config.server_security(), config.controller_security()
+    controller = config.controller_security()
     credentials, metadata = controller.credentials(), controller.metadata()
-    supervisor = Supervisor()
-    torch_thread = EngineThread()
-    torch_thread.start()
-    pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
-    card = control.card
-    config = dataclasses.replace(config, controller=controller_of(config.controller, card.context))
-    async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
-    servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
-    server, port, health_servicer = await create_server(config.listen, servicer, security)
+    parts = await make_parts(config, progress)
+    engine, control, supervisor = parts.engine, parts.control, parts.supervisor
+    config = dataclasses.replace(config, controller=controller_of(config.controller, control.card.context))
+    server, port, health_servicer = await open_service(config.listen, parts.servicer, config)
     # The front ends last, so that its callers get the reason.
     async with (
         probed(config.probe_listen, health_servicer),
-        open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front,
+        open_front(config, engine, parts.page, functools.partial(supervisor.fail, FRONT)) as front,
     ):
-        running = start_engine(torch_thread, engine, supervisor)
+        running = start_engine(config, parts)
         await server.start()
         stopping = stop_event()
         reporting = functools.partial(control.run, config.controller, credentials, metadata)
         supervisor.keep("reporting", reporting if config.controller else control.keep_bounded)
-        watch_threads(config, engine, supervisor)
         supervisor.watch_loop()
-        await set_health(health_servicer, SERVING)
+        await set_health(health_servicer, SERVICE, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
         if front:
             progress(front)
-        async with ending(server, health_servicer, async_engine, supervisor):
+        async with ending(server, health_servicer, engine, supervisor):
             await supervisor.wait(stopping)
             progress("draining: running requests finish, new ones are refused")
-            await set_health(health_servicer, NOT_SERVING)
-            await drain(async_engine, control, config.drain_timeout_s, supervisor.check)
+            await set_health(health_servicer, SERVICE, NOT_SERVING)
+            await drain(engine, control, config.drain_timeout_s, supervisor.check)
     await wait_until_stopped(running)
 
 
-def make_async_engine(
-    config: WorkerConfig,
-    pair: ModelPair,
-    engine: Engine,
-    control: ControlClient,
-    supervisor: Supervisor,
-    security: ServerSecurity,
-) -> tuple[AsyncEngine, CollectorRegistry]:
-    """The engine for gRPC and HTTP, and the metrics page, served if configured."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """A worker's parts, on one event loop. page: of metrics. thread: of the engine, which does not run yet."""
+
+    engine: AsyncEngine
+    control: ControlClient
+    servicer: GenerationServicer
+    page: CollectorRegistry
+    supervisor: Supervisor
+    thread: EngineThread
+
+
+async def make_parts(config: WorkerConfig, progress: Callable[[str], None]) -> Parts:
+    """Load the models, and serve the metrics page if configured. Raises ValueError with one sentence."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    supervisor, thread = Supervisor(), EngineThread()
+    thread.start()
+    pair, engine, control = await asyncio.wrap_future(thread.call(load, config, progress))
     num_rows = engine.limits.max_batch_size
     admission = Admission(pair, engine.max_context_length, num_rows, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: admission.num_waiting)
     requests = RequestMetrics(metrics)
-    model = config.served_model_name or config.target
-    page = page_of(metrics.registry, model)
+    page = page_of(metrics.registry, config.served_model_name or config.target)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen, security, page)
-        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
-    return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
+        metrics.serve(config.metrics_listen, config, page)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, config, page))
+    async_engine = AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s)
+    facts = model_facts(pair, engine, control.card.context)
+    servicer = GenerationServicer(async_engine, control, facts, config.keyring())
+    return Parts(async_engine, control, servicer, page, supervisor, thread)
 
 
 @contextlib.asynccontextmanager
@@ -163,7 +155,7 @@ async def ending(
     except PartFailedError as error:
         log.critical("the worker cannot go on and ends", reason=str(error))
         grace_s = FAILURE_GRACE_S
-        await set_health(health_servicer, NOT_SERVING)
+        await set_health(health_servicer, SERVICE, NOT_SERVING)
         async_engine.fail(EngineFailedError(f"{error}; the worker ends"))
         raise
     finally:
@@ -183,15 +175,22 @@ def check_config(config: WorkerConfig) -> None:
             raise ValueError(f"--backend openvino: {reason}")
 
 
-def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
-    """Run the engine; its end, of any kind, ends the worker."""
-    running = asyncio.wrap_future(thread.call(engine.run))
+def start_engine(config: WorkerConfig, parts: Parts) -> asyncio.Future[None]:
+    """Run the engine; its end, of any kind, ends the worker.
+
+    On a CPU it uses fewer threads while other processes want the cores, unless --threads is given.
+    """
+    engine, supervisor = parts.engine.engine, parts.supervisor
+    running = asyncio.wrap_future(parts.thread.call(engine.run))
 
     def ended(future: asyncio.Future[None]) -> None:
         if not future.cancelled():
             supervisor.fail(ENGINE, future.exception() or RuntimeError("its loop returned"))
 
     running.add_done_callback(ended)
+    if engine.pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+        choice = ThreadChoice(engine.num_threads)
+        supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
     return running
 
 
@@ -201,18 +200,6 @@ async def wait_until_stopped(running: asyncio.Future[None]) -> None:
         error = f"{ENGINE} has not stopped within {STOP_TIMEOUT_S:g} s"
         log.critical("the worker ends without its engine", reason=error)
         raise PartFailedError(error)
-
-
-async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
-    await servicer.set("", status)
-    await servicer.set(SERVICE, status)
-
-
-def watch_threads(config: WorkerConfig, engine: Engine, supervisor: Supervisor) -> None:
-    """Let a CPU's models use fewer threads while other processes want the cores, unless --threads is given."""
-    if engine.pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-        choice = ThreadChoice(engine.num_threads)
-        supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
 
 
 async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:

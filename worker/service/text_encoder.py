@@ -51,8 +51,8 @@ class TextEncoder:
         num_tokens = len(await self.aside.do(caller, self._encode, prefix))
         if num_tokens > 2 * self._max_context_length:
             raise TextTooLongError(
-                f"text begins with {num_tokens} tokens in {len(prefix)} characters: the model's context holds "
-                f"{self._max_context_length}"
+                f"text has {num_tokens} tokens in its first {len(prefix)} characters, and the model's context holds "
+                f"{self._max_context_length}: shorten it"
             )
 
     async def decode(self, ids: Sequence[int], caller: str) -> str:

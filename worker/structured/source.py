@@ -67,7 +67,7 @@ def json_grammar(wanted: StructuredOutput) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is not valid JSON: {error}") from None
     if not isinstance(schema, dict) and schema is not True:
-        raise ValueError(f"{wanted.field} {shown(wanted.text)} is no JSON schema that anything fits")
+        raise ValueError(f"{wanted.field} {shown(wanted.text)} is a JSON schema that nothing fits")
     # oneOf is only supported where the branches provably exclude one another, which tags with a default do not.
     options: dict[str, Any] = {"coerce_one_of": True}
     if wanted.whitespace == "":

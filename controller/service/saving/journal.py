@@ -198,7 +198,7 @@ class Journal:
         changes = self._in_flight[pair] = self._unsaved.pop(pair)
         try:
             commit = self._commit_of(pair, changes)
-        except Exception as error:  # a mistake of ours about one pair is no reason not to save the others
+        except Exception as error:  # a fault in one pair must not keep the others from being saved
             log.exception("what was learned of a pair cannot be saved", target=pair[0], draft=pair[1])
             self._land(pair, error)
             return
@@ -208,7 +208,7 @@ class Journal:
         loop = asyncio.get_running_loop()
 
         def on_done(error: Exception | None) -> None:  # on the store's thread
-            # The loop may have closed: then nobody waits for the answer any more.
+            # The loop may have closed: then no caller waits for the answer.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._land, pair, error)
 

@@ -101,7 +101,7 @@ class ServerIdentity(google.protobuf.message.Message):
     run_id: builtins.str
     """Given by whoever started the server; empty when it was started by itself."""
     database: builtins.str
-    """Absolute path of the controller's database on its host; empty for a worker and for a controller in memory."""
+    """Absolute path of the controller's database on its host; empty for a worker."""
     host: builtins.str
     process_id: builtins.int
     version: builtins.str
@@ -154,7 +154,7 @@ Global___ContextKey: typing_extensions.TypeAlias = ContextKey
 
 @typing.final
 class WorkerIdentity(google.protobuf.message.Message):
-    """Identity of one life of a worker process."""
+    """Identity of one incarnation of a worker."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -827,7 +827,7 @@ class ImportProfileRequest(google.protobuf.message.Message):
 
     @property
     def num_survival_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Rows behind each entry of survival."""
+        """Sequences behind each entry of survival."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class GenerationServiceServicer(object):
     def Generate(self, request, context):
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
         INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
+        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -137,7 +137,7 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
     Generate: _GenerationServiceGenerateType
     """Streams chunks as tokens are produced, then one completion per sequence, and ends.
     INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-    engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
+    engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
     """
 
     Abort: _GenerationServiceAbortType
@@ -182,7 +182,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[speclen.v1.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[speclen.v1.generation_pb2.GenerateResponse]]:
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
         INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
+        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
         """
 
     @abc.abstractmethod

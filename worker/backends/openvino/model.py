@@ -116,7 +116,7 @@ class OpenVinoModel:
         """As PassModel. Raises MemoryError where another copy of the weights does not fit; the number stays then."""
         if num_threads not in self._requests:
             if free_memory(CPU) < MEMORY_MARGIN * self._num_weight_bytes:
-                raise MemoryError(f"no memory for {num_threads} threads beside {self._threads}: their number stays")
+                raise MemoryError(f"no memory to compile for {num_threads} threads: {self._threads} stay")
             self._requests[num_threads] = self._make_request(num_threads)
             self._threads = num_threads
             self._lay_out_weights()

@@ -259,11 +259,11 @@ class CapturedModel(CachedModel):
             if is_out_of_memory(error):
                 self._too_large.add(shape)
                 number = len(self._passes) + len(self._blocks)
-                log.warning("no memory for a recording of %s: it runs unrecorded, %d are kept", what, number)
+                log.warning("no memory to capture %s; it runs one kernel at a time, %d graphs are kept", what, number)
             elif self.has_kernels:
                 self.leave_out_kernels(first_line(error))
             else:
-                log.warning("this device cannot record passes, they run one kernel at a time: %s", first_line(error))
+                log.warning("no CUDA graphs here, passes run one kernel at a time: %s", first_line(error))
                 self.recorder = None
                 self._passes.clear()
             return None

@@ -267,7 +267,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
         if fused.works_on(device, dtype):
             return fused
-        reason = "they compute something else"
+        reason = "their results differ from torch's"
     except Exception as error:  # no Triton, no compiler, or an unknown GPU
         reason = first_line(error)
     warn_left_out(reason)
@@ -275,4 +275,4 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
 
 def warn_left_out(reason: str) -> None:
-    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
+    log.warning("Triton's kernels are not used, so passes take longer: %s", reason)
