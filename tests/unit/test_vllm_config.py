@@ -71,9 +71,7 @@ CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(6
 WANTED = ArmChoice(Arm(1), decision_version=4)
 
 
-def noted(
-    batch_size: int, num_steps: int, *flags: StepFlag, lengths: CautiousLengths | None = None
-) -> CautiousLengths:
+def noted(batch_size: int, num_steps: int, *flags: StepFlag, lengths: CautiousLengths | None = None) -> CautiousLengths:
     lengths = lengths or CautiousLengths(CONFIGURED)
     for _ in range(num_steps):
         lengths.note(StepRecord(0, batch_size, Arm(5), 0.01, (batch_size, 0, 0, 0, 0, 0), flags=frozenset(flags)))
