@@ -3,9 +3,12 @@
 import asyncio
 import inspect
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from speclen.store.database import Store
 from speclen.transport.aio import prepare_aio
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +21,14 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test makes a channel: the first use decides how gRPC's poller is made, for the whole process.
     prepare_aio()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """A new one, open in s.db."""
+    store = Store.open(tmp_path / "s.db")
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

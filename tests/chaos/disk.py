@@ -8,25 +8,26 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from chaos.fault import CannotRunError, Place, fault, require, until
+from chaos.fault import CannotRunError, Place, fault
 from chaos.fleet import SERVING, Fleet, check_database
 from chaos.reporter import Reporter
 from chaos.shim import Shim
+from tests.support.waiting import until
 
 STORE = "speclen.store"
 
 
 def store_is(fleet: Fleet, ok: bool) -> None:
     """Wait until the store's health says so."""
-    until(lambda: (fleet.controller.health(STORE) == SERVING) is ok, f"that {STORE} is SERVING: {ok}", 40.0)
+    until(lambda: (fleet.controller.health(STORE) == SERVING) is ok, 40.0, f"that {STORE} is SERVING: {ok}")
 
 
 def check_waiting(fleet: Fleet, reporter: Reporter) -> None:
     """Learning goes on, nothing is acknowledged, and the controller itself is well."""
     acknowledged, sent = reporter.durable_seq, reporter.last_seq
-    until(lambda: reporter.last_seq > sent + 100, "a report while the disk fails")
-    require(reporter.durable_seq == acknowledged, "a report was acknowledged while the disk took nothing")
-    require(fleet.controller.health() == SERVING, "the controller is not SERVING while its disk fails")
+    until(lambda: reporter.last_seq > sent + 100, what="a report while the disk fails")
+    assert reporter.durable_seq == acknowledged, "a report was acknowledged while the disk took nothing"
+    assert fleet.controller.health() == SERVING, "the controller is not SERVING while its disk fails"
 
 
 @contextlib.contextmanager

@@ -9,10 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-class BreachError(AssertionError):
-    """A promise was broken. One sentence."""
-
-
 class CannotRunError(Exception):
     """The fault cannot be made on this machine. One sentence that says why."""
 
@@ -54,7 +50,7 @@ FAULTS: dict[str, Fault] = {}
 def fault(promise: str) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
     """Enter a function among the faults: its docstring says what it does, its result what was found.
 
-    It raises BreachError for a broken promise, CannotRunError where the fault cannot be made.
+    It raises AssertionError for a broken promise, CannotRunError where the fault cannot be made.
     """
 
     def enter(run: Callable[[Place], str]) -> Callable[[Place], str]:
@@ -64,17 +60,3 @@ def fault(promise: str) -> Callable[[Callable[[Place], str]], Callable[[Place], 
         return run
 
     return enter
-
-
-def require(condition: object, breach: str) -> None:
-    """Raise BreachError unless the condition holds."""
-    if not condition:
-        raise BreachError(breach)
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    """Wait for something that has to happen. Raises BreachError when it does not."""
-    started = time.monotonic()
-    while not condition():
-        require(time.monotonic() - started < timeout_s, f"{what} did not happen within {timeout_s:g} s")
-        time.sleep(0.02)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import grpc
 
-from chaos.fault import BreachError, Place, fault, require
+from chaos.fault import Place, fault
 from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
 from chaos.mutation import damaged, mutant
@@ -45,9 +45,8 @@ def fuzz(place: Place) -> str:
             try:
                 targets.give(message, place.dice)
             except Exception as error:
-                raise BreachError(
-                    f"{type(error).__name__}: {error} by {type(message).__name__} {message!s:.300}"
-                ) from error
+                by = f"{type(message).__name__} {message!s:.300}"
+                raise AssertionError(f"{type(error).__name__}: {error} by {by}") from error
     targets.check()
     damaged_ones = number - targets.num_taken - targets.num_refused
     return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
@@ -75,13 +74,13 @@ def fuzz_sockets(place: Place) -> str:
                 thread.start()
             for thread in threads:
                 thread.join(place.seconds + 120)
-            require(not any(thread.is_alive() for thread in threads), "a fuzzed call hangs")
+            assert not any(thread.is_alive() for thread in threads), "a fuzzed call hangs"
         if failures:
             raise failures[0]
         fleet.check_idle()
-        require([program.health() for program in fleet.programs] == [SERVING] * 2, "not SERVING after the fuzz")
+        assert [program.health() for program in fleet.programs] == [SERVING] * 2, "not SERVING after the fuzz"
     strange = set(counts) - CODES - {"HTTP"}
-    require(not strange, f"calls ended with {strange}")
+    assert not strange, f"calls ended with {strange}"
     return f"{sum(counts.values()):,} messages: {dict(counts.most_common())}; {load.summary()}"
 
 

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import grpc
 
-from chaos.fault import require
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -90,11 +89,11 @@ class Load:
             self._check()
 
     def _check(self) -> None:
-        require(not self.wrong, f"{len(self.wrong)} of {self.codes['OK']} answers are wrong, such as {self.wrong[:1]}")
+        assert not self.wrong, f"{len(self.wrong)} of {self.codes['OK']} answers are wrong, such as {self.wrong[:1]}"
         others = {code: count for code, count in self.codes.items() if code not in {"OK", *self._allowed}}
-        require(not others, f"requests ended with {others}: {[self.details[code] for code in others]}")
-        require(not any(thread.is_alive() for thread in self._threads), "a request hangs")
-        require(self.codes["OK"], "not one request was answered")
+        assert not others, f"requests ended with {others}: {[self.details[code] for code in others]}"
+        assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
+        assert self.codes["OK"], "not one request was answered"
 
     def _ask_for_ever(self, dice: random.Random) -> None:
         channels = [grpc.insecure_channel(address) for address in self._addresses]

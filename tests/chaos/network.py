@@ -10,9 +10,10 @@ import struct
 import threading
 import time
 
-from chaos.fault import Place, fault, until
+from chaos.fault import Place, fault
 from chaos.fleet import Fleet, check_database
 from chaos.load import Load
+from tests.support.waiting import until
 
 
 class BadNetwork:
@@ -110,7 +111,7 @@ def broken_connections(place: Place) -> str:
         with Load([near.address, worker.address], 6, place.dice.randrange(2**20), allowed) as load:
             for _ in place.rounds(1):
                 time.sleep(1.0)
-            until(lambda: network.num_reset >= 2, "that connections are broken", 120.0)
+            until(lambda: network.num_reset >= 2, 120.0, "that connections are broken")
         network.is_bad = False
         fleet.wait_until_told()
         fleet.check_idle()

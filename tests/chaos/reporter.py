@@ -17,12 +17,12 @@ from pathlib import Path
 
 import grpc
 
-from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.store_rows import rows
+from tests.support.waiting import until
 
 EPOCH = 1_700_000_000
 SURVIVAL = (0.8, 0.6, 0.45, 0.3)
@@ -96,7 +96,7 @@ class Reporter:
         limits = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
         registration = pb.RegisterWorkerRequest(worker=self._identity, context=self._context, limits=limits)
         durable_seq = stub.RegisterWorker(registration, timeout=5).durable_seq
-        require(durable_seq >= self.durable_seq, f"{self.durable_seq} was durable, and {durable_seq} is left of it")
+        assert durable_seq >= self.durable_seq, f"{self.durable_seq} was durable, and {durable_seq} is left of it"
         self.durable_seq = durable_seq
         for response in stub.StreamReports(self._requests(durable_seq)):
             self.durable_seq = max(self.durable_seq, response.durable_seq)
@@ -143,31 +143,26 @@ class Reporter:
     def wait_for_more(self, num_reports: int = 50, timeout_s: float = 30.0) -> None:
         """Until so many more are durable."""
         wanted = self.durable_seq + num_reports
-        until(lambda: self.durable_seq >= wanted or self._failure, "an acknowledgement", timeout_s)
-        self.check()
+        until(lambda: self.durable_seq >= wanted or self._failure, timeout_s, "an acknowledgement")
+        assert self._failure is None, f"the reporting failed: {self._failure!r}"
 
     def finish(self, timeout_s: float = 60.0) -> None:
         """Have everything acknowledged."""
         self._ending = True
         self._thread.join(timeout_s)
-        self.check()
-        require(self._is_done, f"of {self.last_seq} reports {self.durable_seq} became durable")
-
-    def check(self) -> None:
-        """Raises BreachError if the reporting failed."""
-        if self._failure is not None:
-            raise BreachError(f"the reporting failed: {self._failure!r}")
+        assert self._failure is None, f"the reporting failed: {self._failure!r}"
+        assert self._is_done, f"of {self.last_seq} reports {self.durable_seq} became durable"
 
     def check_stored(self, database: Path) -> None:
-        """All that was reported is there once, as it was sent. Raises BreachError."""
+        """All that was reported is there once, as it was sent."""
         query = f"SELECT worker_key FROM workers WHERE worker_id = 'worker-{self.number}'"
         [(worker_key,)] = rows(database, query)
         with closing(connect_reader(database)) as connection:
             mine = [row for row in stored_reports(connection) if row.worker_key == worker_key]
         seqs = sorted(row.seq for row in mine)
-        require(seqs == [*range(1, self.last_seq + 1)], "a report is lost or counted twice")
+        assert seqs == [*range(1, self.last_seq + 1)], "a report is lost or counted twice"
         for row in mine:
             sent = step_report(self.number, row.seq)
             stored = row.epoch, row.batch_size, row.latency_s, json.loads(row.accepted_histogram)
             expected = EPOCH, sent.batch_size, sent.latency_s, [*sent.accepted_histogram]
-            require(stored == expected, f"report {row.seq} was stored as {stored} and sent as {expected}")
+            assert stored == expected, f"report {row.seq} was stored as {stored} and sent as {expected}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,32 +44,6 @@ async def served(tmp_path: Path, **options: Any) -> AsyncIterator[Served]:
         address = f"127.0.0.1:{controller.port}"
         async with aio.insecure_channel(address) as channel:
             yield Served(controller, channel, rpc.ControlServiceStub(channel), address)
-
-
-def run(test: Callable[[], Any]) -> None:
-    """Run a test's coroutine, for at most 90 seconds."""
-    asyncio.run(asyncio.wait_for(test(), 90.0))
-
-
-def controller_story(test: Any = None, **options: Any) -> Any:
-    """Run a test's coroutine with `at`, a served controller; its other parameters are pytest's."""
-    if test is None:
-        return functools.partial(controller_story, **options)
-    asked = [each for name, each in inspect.signature(test).parameters.items() if name not in ("at", "tmp_path")]
-
-    def told(tmp_path: Path, **given: Any) -> None:
-        async def story() -> None:
-            more = {"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {}
-            async with served(tmp_path, **options) as at:
-                await test(at=at, **given, **more)
-
-        run(story)
-
-    told.__name__, told.__doc__ = test.__name__, test.__doc__
-    told.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD), *asked]
-    )
-    return told
 
 
 def identity(worker_id: str = "w", epoch: int = 7) -> pb.WorkerIdentity:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from speclen.controller.estimator import Outcome
 from speclen.records import (
     PLAIN,
     Arm,
@@ -21,12 +22,6 @@ from speclen.records import (
     StepRecord,
     Table,
 )
-
-
-@dataclass
-class Outcome:
-    decisions: list[Decision] = field(default_factory=list)
-    drift_events: list[DriftEvent] = field(default_factory=list)
 
 
 @dataclass
@@ -76,7 +71,7 @@ class FakeEstimator:
         known = self._known[key]
         self.calls.append((key, [step.seq for step in records], worker_id))
         known.num_steps.update(step.arm for step in records)
-        return Outcome(self._choose(key, records[-1].arm))
+        return Outcome(self._choose(key, records[-1].arm), [])
 
     def _choose(self, key: ContextKey, arm: Arm) -> list[Decision]:
         known = self._known[key]
@@ -129,7 +124,7 @@ class FakeEstimator:
     def start_anew(self, key: ContextKey, reason: str) -> Outcome:
         self._reach("start_anew")
         self._known[key].num_steps.clear()
-        return Outcome(drift_events=[DriftEvent(key, "reset", 1.0, reason)])
+        return Outcome([], [DriftEvent(key, "reset", 1.0, reason)])
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +51,20 @@ class SchedulerOutput:
     scheduled_cached_reqs: Any
     num_scheduled_tokens: dict[str, int]
     scheduled_spec_decode_tokens: dict[str, list[int]]
-    num_spec_tokens_to_schedule: int
+    num_spec_tokens_to_schedule: int = 0
     num_invalid_spec_tokens: dict[str, int] | None = None
+
+
+def scheduled(
+    tokens: dict[str, int],
+    drafts: dict[str, list[int]] | None = None,
+    contexts: list[int] | None = None,
+    new: Iterable[str] = (),
+    resumed: Iterable[str] = (),
+) -> SchedulerOutput:
+    """A step. tokens: to compute, by sequence; contexts: of the sequences that are not new."""
+    requests = [SimpleNamespace(req_id=name) for name in new]
+    return SchedulerOutput(requests, CachedRequestData(set(resumed), contexts or []), tokens, drafts or {})
 
 
 class Scheduler:
@@ -91,14 +104,10 @@ class Scheduler:
             if request.spec_token_ids:
                 drafts[request.request_id] = request.spec_token_ids
                 request.spec_token_ids = []
+        contexts = [each.num_computed_tokens for each in cached]
+        output = scheduled(tokens, drafts, contexts, [each.request_id for each in new])
         length = self.dynamic_sd_lookup[len(tokens)] if self.dynamic_sd_lookup and tokens else self.num_spec_tokens
-        output = SchedulerOutput(
-            [SimpleNamespace(req_id=each.request_id) for each in new],
-            CachedRequestData(set(), [each.num_computed_tokens for each in cached]),
-            tokens,
-            drafts,
-            length,
-        )
+        output.num_spec_tokens_to_schedule = length
         self._update_after_schedule(output)
         return output
 

@@ -130,6 +130,14 @@ def spoil_a_value(path: Path) -> None:
     path.write_bytes(content.replace(b"[1,2,1]", b"[1,2#1]", 1))
 
 
+def spoil_a_page(path: Path) -> None:
+    """Write over the first page of learned_states in a file whose WAL is empty."""
+    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
+    with path.open("r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\x5a" * 4096)
+
+
 def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     """The same through the SQLite that Python itself was built with, as older tools would read it.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 320
 EOS_ID = 0
@@ -30,7 +30,7 @@ GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 8, "intermediate_si
 _GEMMA = {**GROUPED, "sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 8}
 _GEMMA["layer_types"] = ["sliding_attention", "full_attention"]
 
-# Family name -> (model type of transformers, configuration). Families that the engine runs:
+# Family name -> (model type of transformers, configuration).
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", GROUPED),
     "opt": ("opt", {**_LAYERED, "ffn_dim": 64, "word_embed_proj_dim": 32}),
@@ -41,12 +41,6 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "mistral": ("mistral", {**GROUPED, "sliding_window": SLIDING_WINDOW}),
     "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", _GEMMA),
-}
-# Families that it must refuse: own attention code, no attention, encoder-decoder.
-REFUSED_FAMILIES: dict[str, tuple[str, dict]] = {
-    "bloom": ("bloom", {"n_layer": 2, "hidden_size": 32, "n_head": 4}),
-    "mamba": ("mamba", {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4}),
-    "t5": ("t5", {"num_layers": 2, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}),
 }
 
 
@@ -79,15 +73,14 @@ def build(family: str, seed: int = 0, **overrides: object) -> torch.nn.Module:
 
     The same family, seed and overrides give the same weights.
     """
-    model_type, settings = (FAMILIES | REFUSED_FAMILIES).get(family, (family, {}))
+    model_type, settings = FAMILIES.get(family, (family, {}))
     # Not tied: a random model with tied embeddings mostly repeats its last token.
     tokens = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "bos_token_id": None, "pad_token_id": None}
     tokens["tie_word_embeddings"] = False
     config = AutoConfig.for_model(model_type, **(tokens | settings | overrides))
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         _draw_wide(model)
     return model
 

@@ -12,11 +12,11 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
+def until(condition: Callable[[], Value], timeout_s: float = 60.0, what: str = "this") -> Value:
     """The condition's value once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"
         time.sleep(0.005)
     return value
 

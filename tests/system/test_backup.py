@@ -1,21 +1,17 @@
-"""A backup is of one moment, whole, and does not disturb the writer; what cannot be written leaves nothing behind."""
+"""A backup is of one moment, whole, and becomes the database again; what cannot be written whole leaves all as it was."""
 
 from __future__ import annotations
 
+import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
-from speclen.cli.backup import backup
+from speclen.cli.backup import backup, restore
 from speclen.cli.support.errors import UserError
 from speclen.store.database import Store
-from tests.support.database_rows import write_database
-from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now
-
-
-def to_file(target: Path, db: Path, overwrite: bool = False) -> None:
-    backup(target, db, overwrite)
+from tests.support.database_rows import write_database, write_killed_database
+from tests.support.store_rows import moment, report, rows, spoil_a_page, spoil_a_value, store_now
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
@@ -35,7 +31,7 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
     try:
         for number in range(5):
             copy = tmp_path / f"copy-{number}.db"
-            to_file(copy, tmp_path / "s.db")
+            backup(copy, tmp_path / "s.db", overwrite=False)
             [(applied, stored, highest)] = rows(
                 copy,
                 "SELECT applied_seq, (SELECT count(*) FROM step_reports), (SELECT max(seq) FROM step_reports) FROM workers",
@@ -53,9 +49,9 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     copy.write_text("precious")
     with pytest.raises(UserError, match="--overwrite"):
-        to_file(copy, original)
+        backup(copy, original, overwrite=False)
     assert copy.read_text() == "precious"
-    to_file(copy, original, overwrite=True)
+    backup(copy, original, overwrite=True)
     assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
@@ -66,24 +62,17 @@ def test_the_database_is_no_place_for_its_copy(tmp_path):
     before = database.stat().st_ino
     for target in (database, tmp_path / "link.db"):
         with pytest.raises(UserError, match="is the database itself"):
-            to_file(target, database, overwrite=True)
+            backup(target, database, overwrite=True)
     assert database.stat().st_ino == before
 
 
-def zero_a_page(path: Path) -> None:
-    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
-    content = bytearray(path.read_bytes())
-    content[(page - 1) * 4096 : page * 4096] = bytes(4096)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("harm", [spoil_a_value, zero_a_page])
+@pytest.mark.parametrize("harm", [spoil_a_value, spoil_a_page])
 def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, harm):
     """Whoever was told that the place cannot be written looked at the wrong disk."""
     database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     harm(database)
     with pytest.raises(UserError, match=r"s\.db cannot be copied \(.*\): look at it with `speclen doctor`") as refused:
-        to_file(copy, database)
+        backup(copy, database, overwrite=False)
     assert "copy.db" not in str(refused.value)
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == []
@@ -92,8 +81,86 @@ def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, h
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     original = write_database(tmp_path / "s.db")
     with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
-        to_file(tmp_path / "missing" / "copy.db", original)
+        backup(tmp_path / "missing" / "copy.db", original, overwrite=False)
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"folder cannot be written"):
-        to_file(tmp_path / "folder", original, overwrite=True)
+        backup(tmp_path / "folder", original, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]
+
+
+def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
+    database = write_database(tmp_path / "s.db")
+    copy = tmp_path / "copy.db"
+    backup(copy, database, overwrite=False)
+    write_database(database)  # two commits more
+    restore(copy, database, overwrite=True)
+    store = Store.open(database)
+    assert store.num_commits_missing == 2
+    store.close()
+
+
+@pytest.mark.parametrize("onto", ["another", "itself"])
+def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
+    db = write_killed_database(tmp_path / "killed.db")
+    target = db if onto == "itself" else tmp_path / "new.db"
+    restore(db, target, overwrite=onto == "itself")
+    assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
+    Store.open(target).close()
+    assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
+
+
+def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tmp_path, monkeypatch):
+    db, copy = write_killed_database(tmp_path / "killed.db"), tmp_path / "copy.db"
+    backup(copy, write_database(tmp_path / "s.db"), overwrite=False)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("speclen.store.backup.move_into_place", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        restore(copy, db, overwrite=True)
+    assert rows(db, "SELECT seq FROM step_reports") == [(1,), (2,)]
+
+
+def test_a_link_to_the_database_stays_one(tmp_path):
+    volume, link = tmp_path / "volume.db", tmp_path / "speclen.db"
+    write_database(volume)
+    shutil.copyfile(volume, tmp_path / "backup.db")
+    link.symlink_to(volume)
+    restore(tmp_path / "backup.db", link, overwrite=True)
+    assert link.is_symlink()
+    assert rows(volume, "SELECT count(*) FROM contexts") == rows(
+        tmp_path / "backup.db", "SELECT count(*) FROM contexts"
+    )
+
+
+def test_a_database_in_use_is_not_replaced(tmp_path):
+    database = write_database(tmp_path / "s.db")
+    backup(tmp_path / "copy.db", database, overwrite=False)
+    store = Store.open(database)
+    with pytest.raises(UserError, match="--overwrite"):
+        restore(tmp_path / "copy.db", database, overwrite=False)
+    with pytest.raises(UserError, match="in use by another controller"):
+        restore(tmp_path / "copy.db", database, overwrite=True)
+    store.close()
+
+
+def test_what_is_no_backup_is_refused_by_name(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(UserError, match="text"):
+        restore(tmp_path / "text", tmp_path / "s.db", overwrite=False)
+    with pytest.raises(UserError, match=r"no backup at .*absent"):
+        restore(tmp_path / "absent", tmp_path / "s.db", overwrite=False)
+    assert not (tmp_path / "s.db").exists()
+
+
+@pytest.mark.parametrize("harm", [spoil_a_value, lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000))])
+def test_a_damaged_backup_gets_advice_that_restore_can_follow(tmp_path, harm):
+    """It advised a flag of the controller."""
+    backup = write_database(tmp_path / "backup.db")
+    harm(backup)
+    before = {file.name for file in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"backup\.db is damaged .*: take another copy") as no:
+        restore(backup, tmp_path / "s.db", overwrite=False)
+    assert "--move-corrupt-aside" not in str(no.value)
+    assert {file.name for file in tmp_path.iterdir()} == before

@@ -52,17 +52,11 @@ def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **en
 FILE = '[generate]\nworker = "127.0.0.1:3"\n'
 
 
-def test_the_file_sets_defaults(tmp_path):
+def test_flags_are_stronger_than_the_environment_and_that_than_the_file(tmp_path):
+    variable = {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
     assert "127.0.0.1:3" in run_generate(config=FILE, tmp_path=tmp_path)
-
-
-def test_the_environment_is_stronger_than_the_file(tmp_path):
-    assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, SPECLEN_GENERATE_WORKER="127.0.0.1:2")
-
-
-def test_a_flag_is_stronger_than_both(tmp_path):
-    flag, variable = ("--worker", "127.0.0.1:1"), {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
-    assert "127.0.0.1:1" in run_generate(*flag, config=FILE, tmp_path=tmp_path, **variable)
+    assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, **variable)
+    assert "127.0.0.1:1" in run_generate("--worker", "127.0.0.1:1", config=FILE, tmp_path=tmp_path, **variable)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +76,16 @@ def test_a_wrong_file_is_named(tmp_path, config, words):
     assert words in run_generate(config=config, tmp_path=tmp_path)
 
 
-def test_a_missing_file_is_named():
-    result = speclen("--config", "/no/such.toml", "tables")
-    assert result.returncode == 2
-    assert "/no/such.toml" in result.stderr
-
-
-def test_a_variable_that_is_no_setting_is_an_error():
-    result = speclen("tables", SPECLEN_TABELS_DB="x")
-    assert result.returncode == 2
-    assert "SPECLEN_TABELS_DB" in result.stderr
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_an_example(verb):
-    result = speclen(verb, "--help")
-    assert result.returncode == 0, result.stderr
-    assert f"speclen {verb}" in result.stdout.partition("Example")[2], result.stdout
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (("--config", "/no/such.toml", "tables"), {}, "/no/such.toml"),
+        (("tables",), {"SPECLEN_TABELS_DB": "x"}, "SPECLEN_TABELS_DB"),
+    ],
+)
+def test_a_missing_file_and_a_variable_that_is_no_setting_are_errors(arguments, environment, named):
+    result = speclen(*arguments, **environment)
+    assert (result.returncode, named in result.stderr) == (2, True)
 
 
 def test_user_errors_are_exceptions_of_their_own():
@@ -184,13 +171,13 @@ def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
     assert arguments[0] in result.stderr or "UTF-8" in result.stderr
 
 
-def test_help_fits_80_columns_and_keeps_its_brackets():
-    result = speclen("dashboard", "--help", COLUMNS="80")
-    assert "pip install 'speclen[inspect]'" in result.stdout
-    for verb in VERBS:
-        said = speclen(verb, "--help", COLUMNS="80").stdout
-        assert max(map(len, said.splitlines())) <= 80
-        assert "…" not in said, said
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_fits_80_columns_and_keeps_its_brackets(verb):
+    said = speclen(verb, "--help", COLUMNS="80").stdout
+    assert f"speclen {verb}" in said.partition("Example")[2], said
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said, said
+    assert verb != "dashboard" or "pip install 'speclen[inspect]'" in said
 
 
 class Answering(generation_pb2_grpc.GenerationServiceServicer):

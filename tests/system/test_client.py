@@ -39,36 +39,15 @@ def probes() -> str:
 @pytest.fixture(scope="module")
 def guarded(made: Certificates, token: Path, probes: str, tmp_path_factory: pytest.TempPathFactory):
     """A controller with TLS and a token; `Child` waits for it with the same client as every verb."""
-    folder, address = tmp_path_factory.mktemp("guarded"), free_address()
-    arguments = [
-        "controller",
-        "--listen",
-        address,
-        "--data-dir",
-        str(folder),
-        "--run-id",
-        "mine",
-        "--probe-listen",
-        probes,
-    ]
-    arguments += ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
+    options = ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
     client = Client(ClientSecurity(ca=made.authority.cert, token_file=token))
-    child = Child("controller", arguments, address, folder / "log", run_id="mine", client=client)
-    child.start()
-    try:
-        child.wait_until_serving(30)
+    folder = tmp_path_factory.mktemp("guarded")
+    with running_controller(folder, *options, "--probe-listen", probes, run_id="mine", client=client) as child:
         yield child
-    finally:
-        child.stop(20)
 
 
-def test_a_client_with_authority_and_token_gets_through(guarded: Child, made: Certificates, token: Path):
-    with Client(ClientSecurity(ca=made.authority.cert, token_file=token)).channel(guarded.address) as channel:
-        assert identity(channel, "controller").run_id == "mine"
-
-
-@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
-def test_a_proxy_is_no_way_to_this_machine(
+@pytest.mark.parametrize("name", ["no_such_proxy", "http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_client_with_authority_and_token_gets_through_and_a_proxy_is_no_way_to_this_machine(
     guarded: Child, made: Certificates, token: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """gRPC sends every call to it, also one that goes no further than this machine."""

@@ -14,7 +14,6 @@ from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import (
     CONTEXT,
     LIMITS,
-    controller_story,
     group,
     identity,
     registration,
@@ -42,23 +41,23 @@ PROFILE = pb.ImportProfileRequest(
 )
 
 
-@controller_story
-async def test_a_table_that_changed_is_pushed_to_the_other_workers(at):
-    for worker_id in ("w", "listener"):
-        await at.stub.RegisterWorker(registration(worker_id))
-    listener = at.stub.StreamReports()
-    await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
-    first = (await listener.read()).table.decision_version
-    # Length 2 with everything accepted, at the price of length 0: plain decoding cannot stay in use.
-    call = at.stub.StreamReports()
-    await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
-    await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
-    await call.write(group(129, 192, speculation_length=4, latency_s=0.021, accepted_histogram=[0, 0, 0, 0, 4]))
-    while True:
-        answer = await listener.read()
-        if answer.HasField("table"):
-            break
-    assert answer.table.decision_version > first
+async def test_a_table_that_changed_is_pushed_to_the_other_workers(tmp_path):
+    async with served(tmp_path) as at:
+        for worker_id in ("w", "listener"):
+            await at.stub.RegisterWorker(registration(worker_id))
+        listener = at.stub.StreamReports()
+        await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
+        first = (await listener.read()).table.decision_version
+        # Length 2 with everything accepted, at the price of length 0: plain decoding cannot stay in use.
+        call = at.stub.StreamReports()
+        await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
+        await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
+        await call.write(group(129, 192, speculation_length=4, latency_s=0.021, accepted_histogram=[0, 0, 0, 0, 4]))
+        while True:
+            answer = await listener.read()
+            if answer.HasField("table"):
+                break
+        assert answer.table.decision_version > first
 
 
 @pytest.mark.parametrize(
@@ -79,44 +78,38 @@ async def test_a_table_that_changed_is_pushed_to_the_other_workers(at):
         ({"policy": "x" * 65}, "policy"),
     ],
 )
-@controller_story
-async def test_a_registration_is_checked_field_by_field(at, changes, named):
-    request = registration()
-    for field, value in changes.items():
-        if isinstance(value, str):
-            setattr(request, field, value)
-        else:
-            getattr(request, field).CopyFrom(value)
-    code, details = await status_of(at.stub.RegisterWorker(request))
-    assert (code, named in details) == ("INVALID_ARGUMENT", True), details
-    assert not at.service.registry.workers
+async def test_a_registration_is_checked_field_by_field(tmp_path, changes, named):
+    async with served(tmp_path) as at:
+        request = registration()
+        for field, value in changes.items():
+            if isinstance(value, str):
+                setattr(request, field, value)
+            else:
+                getattr(request, field).CopyFrom(value)
+        code, details = await status_of(at.stub.RegisterWorker(request))
+        assert (code, named in details) == ("INVALID_ARGUMENT", True), details
+        assert not at.service.registry.workers
 
 
-@controller_story
-async def test_old_and_unknown_lives_are_refused(at):
-    unary = pb.ReportStepRequest(worker=identity(), report=report(1))
-    assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
-    await at.stub.RegisterWorker(registration(epoch=7))
-    stream = at.stub.StreamReports()
-    await stream.write(group(1, 4))
-    await stream.read()
-    await at.stub.RegisterWorker(registration(epoch=8))
-    assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
-    for attempt in (
-        at.stub.RegisterWorker(registration(epoch=7)),
-        at.stub.ReportStep(unary),
-        first_answer(at, 7),
-    ):
-        code, details = await status_of(attempt)
-        assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
-    await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-    assert at.service.totals.num_reports == 4
-
-
-async def drained(call):
-    while await call.read() is not aio.EOF:
-        pass
-    raise AssertionError("the stream ended without a status")
+async def test_old_and_unknown_lives_are_refused(tmp_path):
+    async with served(tmp_path) as at:
+        unary = pb.ReportStepRequest(worker=identity(), report=report(1))
+        assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
+        await at.stub.RegisterWorker(registration(epoch=7))
+        stream = at.stub.StreamReports()
+        await stream.write(group(1, 4))
+        await stream.read()
+        await at.stub.RegisterWorker(registration(epoch=8))
+        assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
+        for attempt in (
+            at.stub.RegisterWorker(registration(epoch=7)),
+            at.stub.ReportStep(unary),
+            first_answer(at, 7),
+        ):
+            code, details = await status_of(attempt)
+            assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
+        await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+        assert at.service.totals.num_reports == 4
 
 
 async def first_answer(at, epoch):
@@ -125,48 +118,48 @@ async def first_answer(at, epoch):
     return await call.read()
 
 
-@controller_story
-async def test_a_profile_seeds_a_context_and_is_checked(at):
-    answer = await at.stub.ImportProfile(PROFILE)
-    assert (answer.profile_id, answer.num_cells) == (1, 15)
-    table = (await at.stub.RegisterWorker(registration())).table
-    assert table.choices[0].speculation_length == 4, "at batch size 1 the longest pays in this profile"
-    rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
-    assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
-    for change, named in (
-        (lambda p: p.ClearField("cells"), "cells"),
-        (lambda p: p.cells.add(batch_size=1, step_s=0.1, num_steps=1), "two cells"),
-        (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
-        (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
-        (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
-        (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
-        (lambda p: p.survival.append(0.9), "survival has 5"),
-        (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
-        (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
-        (lambda p: p.context.ClearField("target"), "context.target"),
-    ):
-        profile = pb.ImportProfileRequest()
-        profile.CopyFrom(PROFILE)
-        change(profile)
-        code, details = await status_of(at.stub.ImportProfile(profile))
-        assert (code, named in details) == ("INVALID_ARGUMENT", True), details
+async def test_a_profile_seeds_a_context_and_is_checked(tmp_path):
+    async with served(tmp_path) as at:
+        answer = await at.stub.ImportProfile(PROFILE)
+        assert (answer.profile_id, answer.num_cells) == (1, 15)
+        table = (await at.stub.RegisterWorker(registration())).table
+        assert table.choices[0].speculation_length == 4, "at batch size 1 the longest pays in this profile"
+        rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
+        assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
+        for change, named in (
+            (lambda p: p.ClearField("cells"), "cells"),
+            (lambda p: p.cells.add(batch_size=1, step_s=0.1, num_steps=1), "two cells"),
+            (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
+            (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
+            (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
+            (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
+            (lambda p: p.survival.append(0.9), "survival has 5"),
+            (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
+            (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
+            (lambda p: p.context.ClearField("target"), "context.target"),
+        ):
+            profile = pb.ImportProfileRequest()
+            profile.CopyFrom(PROFILE)
+            change(profile)
+            code, details = await status_of(at.stub.ImportProfile(profile))
+            assert (code, named in details) == ("INVALID_ARGUMENT", True), details
 
 
-@controller_story
-async def test_an_unknown_context_is_no_empty_table(at):
-    code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
-    assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
-    assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
+async def test_an_unknown_context_is_no_empty_table(tmp_path):
+    async with served(tmp_path) as at:
+        code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
+        assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
+        assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
 
 
-@controller_story
-async def test_a_worker_gets_no_length_beyond_its_own_limit(at):
-    await at.stub.ImportProfile(PROFILE)
-    short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
-    table = (await at.stub.RegisterWorker(registration("short", limits=short))).table
-    assert max(choice.speculation_length for choice in table.choices) == 1
-    full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
-    assert max(choice.speculation_length for choice in full.choices) == 4
+async def test_a_worker_gets_no_length_beyond_its_own_limit(tmp_path):
+    async with served(tmp_path) as at:
+        await at.stub.ImportProfile(PROFILE)
+        short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
+        table = (await at.stub.RegisterWorker(registration("short", limits=short))).table
+        assert max(choice.speculation_length for choice in table.choices) == 1
+        full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
+        assert max(choice.speculation_length for choice in full.choices) == 4
 
 
 @pytest.mark.parametrize(
@@ -177,24 +170,24 @@ async def test_a_worker_gets_no_length_beyond_its_own_limit(at):
         ({"flags": [1] * 1_000_000, "accepted_histogram": [5]}, "accepted_histogram has 1 entries"),
     ],
 )
-@controller_story
-async def test_what_is_far_too_long_is_refused_in_a_short_sentence(at, changes, words):
+async def test_what_is_far_too_long_is_refused_in_a_short_sentence(tmp_path, changes, words):
     """A refused report used to be read whole, and quoted in every later answer of the stream."""
-    await at.stub.RegisterWorker(registration())
-    call = at.stub.StreamReports()
-    await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
-    answer = await call.read()
-    assert answer.num_refused == 1
-    assert words in answer.last_refusal
-    assert len(answer.last_refusal) < 1000
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        call = at.stub.StreamReports()
+        await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
+        answer = await call.read()
+        assert answer.num_refused == 1
+        assert words in answer.last_refusal
+        assert len(answer.last_refusal) < 1000
 
 
-@controller_story
-async def test_a_mistake_of_ours_is_logged_and_not_told(at, monkeypatch):
-    monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)
-    await at.stub.RegisterWorker(registration())
-    code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
-    assert (code, "division" in details) == ("INTERNAL", False)
+async def test_a_mistake_of_ours_is_logged_and_not_told(tmp_path, monkeypatch):
+    async with served(tmp_path) as at:
+        monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)
+        await at.stub.RegisterWorker(registration())
+        code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
+        assert (code, "division" in details) == ("INTERNAL", False)
 
 
 async def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):

@@ -11,11 +11,11 @@ from speclen.records import Arm, Probe
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import (
-    controller_story,
     group,
     identity,
     registration,
     report,
+    served,
     status_of,
     to_the_end,
     until_durable,
@@ -29,139 +29,139 @@ async def opened(at, worker_id="w", epoch=7):
     return call, await call.read()
 
 
-@controller_story
-async def test_the_first_message_names_the_worker(at):
-    call = at.stub.StreamReports()
-    await call.write(pb.StreamReportsRequest(reports=[report(1)]))
-    code, details = await status_of(call.read())
-    assert (code, "name the worker" in details) == ("INVALID_ARGUMENT", True)
+async def test_the_first_message_names_the_worker(tmp_path):
+    async with served(tmp_path) as at:
+        call = at.stub.StreamReports()
+        await call.write(pb.StreamReportsRequest(reports=[report(1)]))
+        code, details = await status_of(call.read())
+        assert (code, "name the worker" in details) == ("INVALID_ARGUMENT", True)
 
 
-@controller_story
-async def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs(at):
-    streams = at.controller.servicer.streams
+async def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs(tmp_path):
+    async with served(tmp_path) as at:
+        streams = at.controller.servicer.streams
 
-    async def wait():
+        async def wait():
+            async with streams.turn():
+                pass
+
         async with streams.turn():
-            pass
-
-    async with streams.turn():
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-    await asyncio.wait_for(wait(), 5)
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.wait_for(wait(), 5)
 
 
-@controller_story
-async def test_a_message_has_a_largest_number_of_reports(at):
-    await at.stub.RegisterWorker(registration())
-    call = at.stub.StreamReports()
-    await call.write(group(1, 1024))
-    assert (await call.read()).applied_seq == 1024
-    await call.write(group(1025, 2049))
-    code, details = await status_of(to_the_end(call))
-    assert (code, "is 1025; it must be 0 to 1024" in details) == ("INVALID_ARGUMENT", True)
+async def test_a_message_has_a_largest_number_of_reports(tmp_path):
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        call = at.stub.StreamReports()
+        await call.write(group(1, 1024))
+        assert (await call.read()).applied_seq == 1024
+        await call.write(group(1025, 2049))
+        code, details = await status_of(to_the_end(call))
+        assert (code, "is 1025; it must be 0 to 1024" in details) == ("INVALID_ARGUMENT", True)
 
 
-@controller_story
-async def test_a_second_stream_of_a_worker_takes_the_place_of_the_first(at):
+async def test_a_second_stream_of_a_worker_takes_the_place_of_the_first(tmp_path):
     """The first is a connection that died without a word; its reports that still arrive count once."""
-    await at.stub.RegisterWorker(registration())
-    first, _ = await opened(at)
-    second, _ = await opened(at)
-    assert (await status_of(first.read()))[0] == "ABORTED"
-    await second.write(group(1, 3))
-    assert (await second.read()).applied_seq == 3
-    assert len(at.controller.servicer.streams.open) == 1
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        first, _ = await opened(at)
+        second, _ = await opened(at)
+        assert (await status_of(first.read()))[0] == "ABORTED"
+        await second.write(group(1, 3))
+        assert (await second.read()).applied_seq == 3
+        assert len(at.controller.servicer.streams.open) == 1
 
 
-@controller_story
-async def test_probes_and_sampling_reach_the_worker(at):
-    await at.stub.RegisterWorker(registration())
-    call, answer = await opened(at)
-    assert answer.sample_every == 1
-    at.service.sampling.sample_every = 4
-    at.service.registry.workers["w"].probe = Probe(9, 3, 5, Arm(1), 3)
-    await call.write(pb.StreamReportsRequest())
-    answer = await call.read()
-    assert answer.sample_every == 4
-    [probe] = answer.probes
-    assert (probe.probe_id, probe.batch_min, probe.batch_max, probe.speculation_length) == (9, 3, 5, 1)
-    assert probe.num_steps == 3
-    assert probe.valid_for_s > 0
-    await call.write(pb.StreamReportsRequest())
-    assert not (await call.read()).probes, "handed out once"
-    assert (await at.stub.RegisterWorker(registration("v"))).sample_every == 4
+async def test_probes_and_sampling_reach_the_worker(tmp_path):
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        call, answer = await opened(at)
+        assert answer.sample_every == 1
+        at.service.sampling.sample_every = 4
+        at.service.registry.workers["w"].probe = Probe(9, 3, 5, Arm(1), 3)
+        await call.write(pb.StreamReportsRequest())
+        answer = await call.read()
+        assert answer.sample_every == 4
+        [probe] = answer.probes
+        assert (probe.probe_id, probe.batch_min, probe.batch_max, probe.speculation_length) == (9, 3, 5, 1)
+        assert probe.num_steps == 3
+        assert probe.valid_for_s > 0
+        await call.write(pb.StreamReportsRequest())
+        assert not (await call.read()).probes, "handed out once"
+        assert (await at.stub.RegisterWorker(registration("v"))).sample_every == 4
 
 
-@controller_story(max_streams=2)
-async def test_streams_are_bounded_and_a_closed_one_makes_room(at):
-    for worker_id in "abc":
-        await at.stub.RegisterWorker(registration(worker_id))
-    first, _ = await opened(at, "a")
-    second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
-    code, details = await status_of(opened(at, "c"))
-    assert (code, "try again later" in details) == ("RESOURCE_EXHAUSTED", True)
-    assert (await at.stub.ReportStep(pb.ReportStepRequest(worker=identity("c"), report=report(1)))).applied_seq == 1
-    first.cancel()
-    await asyncio.sleep(0.1)
-    await opened(at, "c")
-    del second
-
-
-@controller_story(silence_s=1.5)
-async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(at):
-    for worker_id in ("silent", "alive"):
-        await at.stub.RegisterWorker(registration(worker_id))
-    silent, _ = await opened(at, "silent")
-    alive, _ = await opened(at, "alive")
-    ended = asyncio.create_task(status_of(silent.read()))
-    started = time.monotonic()
-    while not ended.done():
-        await alive.write(pb.StreamReportsRequest())
-        await alive.read()
+async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
+    async with served(tmp_path, max_streams=2) as at:
+        for worker_id in "abc":
+            await at.stub.RegisterWorker(registration(worker_id))
+        first, _ = await opened(at, "a")
+        second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
+        code, details = await status_of(opened(at, "c"))
+        assert (code, "try again later" in details) == ("RESOURCE_EXHAUSTED", True)
+        assert (await at.stub.ReportStep(pb.ReportStepRequest(worker=identity("c"), report=report(1)))).applied_seq == 1
+        first.cancel()
         await asyncio.sleep(0.1)
-    code, details = ended.result()
-    assert (code, "no message for 1.5 s" in details) == ("DEADLINE_EXCEEDED", True)
-    assert 1.0 < time.monotonic() - started < 30.0
+        await opened(at, "c")
+        del second
 
 
-@controller_story(silence_s=1.5)
-async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(at):
-    await at.stub.RegisterWorker(registration())
-    call, _ = await opened(at)
-    time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
-    await asyncio.sleep(0.3)
-    await call.write(group(1, 2))
-    assert (await call.read()).applied_seq == 2
+async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path):
+    async with served(tmp_path, silence_s=1.5) as at:
+        for worker_id in ("silent", "alive"):
+            await at.stub.RegisterWorker(registration(worker_id))
+        silent, _ = await opened(at, "silent")
+        alive, _ = await opened(at, "alive")
+        ended = asyncio.create_task(status_of(silent.read()))
+        started = time.monotonic()
+        while not ended.done():
+            await alive.write(pb.StreamReportsRequest())
+            await alive.read()
+            await asyncio.sleep(0.1)
+        code, details = ended.result()
+        assert (code, "no message for 1.5 s" in details) == ("DEADLINE_EXCEEDED", True)
+        assert 1.0 < time.monotonic() - started < 30.0
 
 
-@controller_story
-async def test_a_worker_that_does_not_read_is_not_read_from_either(at):
+async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(tmp_path):
+    async with served(tmp_path, silence_s=1.5) as at:
+        await at.stub.RegisterWorker(registration())
+        call, _ = await opened(at)
+        time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
+        await asyncio.sleep(0.3)
+        await call.write(group(1, 2))
+        assert (await call.read()).applied_seq == 2
+
+
+async def test_a_worker_that_does_not_read_is_not_read_from_either(tmp_path):
     """Its messages pile up on its own side; others are served, and after a while its stream is ended."""
-    streams = at.controller.servicer.streams
-    streams.settings = StreamSettings(unread_s=1.0)
-    for worker_id in ("deaf", "w"):
-        await at.stub.RegisterWorker(registration(worker_id))
-    # The deaf side has room for a few hundred answers; then the controller has to wait.
-    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    channel = aio.insecure_channel(at.address, options=options)
-    deaf = rpc.ControlServiceStub(channel).StreamReports()
-    flooding = asyncio.create_task(flood(deaf, pb.StreamReportsRequest(worker=identity("deaf"))))
-    call, _ = await opened(at)
-    for number in range(200):
-        await call.write(group(number + 1, number + 1))
-        assert await asyncio.wait_for(call.read(), 2.0) is not aio.EOF
-        if "deaf" not in streams.by_worker and number > 5:
-            break
-        await asyncio.sleep(0.05)
-    code, details = await status_of(to_the_end(deaf))
-    assert (code, "not read for 1 s" in details) == ("DEADLINE_EXCEEDED", True)
-    assert set(streams.by_worker) == {"w"}
-    flooding.cancel()
-    await asyncio.gather(flooding, return_exceptions=True)
-    await channel.close()
+    async with served(tmp_path) as at:
+        streams = at.controller.servicer.streams
+        streams.settings = StreamSettings(unread_s=1.0)
+        for worker_id in ("deaf", "w"):
+            await at.stub.RegisterWorker(registration(worker_id))
+        # The deaf side has room for a few hundred answers; then the controller has to wait.
+        options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        channel = aio.insecure_channel(at.address, options=options)
+        deaf = rpc.ControlServiceStub(channel).StreamReports()
+        flooding = asyncio.create_task(flood(deaf, pb.StreamReportsRequest(worker=identity("deaf"))))
+        call, _ = await opened(at)
+        for number in range(200):
+            await call.write(group(number + 1, number + 1))
+            assert await asyncio.wait_for(call.read(), 2.0) is not aio.EOF
+            if "deaf" not in streams.by_worker and number > 5:
+                break
+            await asyncio.sleep(0.05)
+        code, details = await status_of(to_the_end(deaf))
+        assert (code, "not read for 1 s" in details) == ("DEADLINE_EXCEEDED", True)
+        assert set(streams.by_worker) == {"w"}
+        flooding.cancel()
+        await asyncio.gather(flooding, return_exceptions=True)
+        await channel.close()
 
 
 async def flood(call, request):
@@ -170,17 +170,17 @@ async def flood(call, request):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
-@controller_story(commit_interval_s=0.05)
-async def test_durable_reaches_a_busy_worker_and_a_quiet_one(at, pause_s):
-    await at.stub.RegisterWorker(registration())
-    call = at.stub.StreamReports()
-    await call.write(group(1, 10))
-    if pause_s:
-        await until_durable(call, 10)
-        return
-    last = 10
-    while (await call.read()).durable_seq < 10:
-        last += 1
-        await call.write(group(last, last))
-        await asyncio.sleep(0.005)
-    assert last > 11
+async def test_durable_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
+    async with served(tmp_path, commit_interval_s=0.05) as at:
+        await at.stub.RegisterWorker(registration())
+        call = at.stub.StreamReports()
+        await call.write(group(1, 10))
+        if pause_s:
+            await until_durable(call, 10)
+            return
+        last = 10
+        while (await call.read()).durable_seq < 10:
+            last += 1
+            await call.write(group(last, last))
+            await asyncio.sleep(0.005)
+        assert last > 11

@@ -31,33 +31,27 @@ def database(tmp_path):
     return write_database(tmp_path / "any name.db")
 
 
-def get(database: Path, path: str) -> tuple[int, str]:
-    async def fetch() -> tuple[int, str]:
-        response = await create_application(database).client.get(path)
-        return response.status_code, response.text
-
-    return asyncio.run(fetch())
+def get(database: Path, path: str, status: int = 200, **parameters: object) -> list[dict]:
+    """Rows of an answer."""
+    request = create_application(database).client.get(path, params={"_shape": "array", **parameters})
+    response = asyncio.run(request)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
 @pytest.mark.parametrize("name", sorted(QUERIES))
 def test_every_canned_query_runs(database, name):
-    status, body = get(database, f"/speclen/{name}.json?_shape=objects&batch_size=4")
-    assert status == 200, body
-    assert json.loads(body)["ok"] is True
+    get(database, f"/speclen/{name}.json", batch_size=4)
 
 
 def test_canned_queries_answer_what_they_promise(database):
-    _, body = get(database, "/speclen/best_arms.json?_shape=array")
-    assert [(row["batch_bucket"], row["arm"], row["speedup"]) for row in json.loads(body)] == [
-        ("1-2", "plain", 1.0),
-        ("3-4", "draft 2", 2.0),
-    ]
-    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=4")
-    assert [row["reason"] for row in json.loads(body)] == ["a test"]
-    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=5")
-    assert json.loads(body) == []
-    _, body = get(database, "/speclen/acceptance_by_load.json?_shape=array")
-    assert [(row["num_steps"], row["acceptance_rate"]) for row in json.loads(body)] == [(3, 0.5)]
+    best = get(database, "/speclen/best_arms.json")
+    found = [(row["batch_bucket"], row["arm"], row["speedup"]) for row in best]
+    assert found == [("1-2", "plain", 1.0), ("3-4", "draft 2", 2.0)]
+    assert [row["reason"] for row in get(database, "/speclen/why.json", batch_size=4)] == ["a test"]
+    assert get(database, "/speclen/why.json", batch_size=5) == []
+    accepted = get(database, "/speclen/acceptance_by_load.json")
+    assert [(row["num_steps"], row["acceptance_rate"]) for row in accepted] == [(3, 0.5)]
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -72,14 +66,7 @@ def test_every_chart_has_the_fields_that_it_draws(database, name, context):
 def chart_rows(database: Path, chart: dict, context: str) -> list[dict]:
     """The rows as the page's script asks for them: with the filter's part of the query, or without it."""
     query = re.sub(r"\[\[(.*?)\]\]", r"\1" if context else "", chart["query"])
-
-    async def fetch() -> list[dict]:
-        parameters = {"sql": query, "_shape": "array", "context": context}
-        response = await create_application(database).client.get("/speclen.json", params=parameters)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return asyncio.run(fetch())
+    return get(database, "/speclen.json", sql=query, context=context)
 
 
 def fields_of(display: object) -> set[str]:
@@ -93,8 +80,7 @@ def fields_of(display: object) -> set[str]:
 
 
 def test_nothing_can_be_written_through_it(database):
-    status, _ = get(database, "/speclen.json?sql=delete+from+step_reports")
-    assert status == 400
+    get(database, "/speclen.json", status=400, sql="delete from step_reports")
     assert rows(database, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
@@ -106,8 +92,6 @@ def test_nothing_can_be_written_through_it(database):
         ("0.0.0.0:8001", True, ("0.0.0.0", 8001)),
         ("0.0.0.0:8001", False, "has no passwords"),
         ("8001", False, "is not HOST:PORT"),
-        ("localhost:http", False, "is not HOST:PORT"),
-        ("localhost:70000", False, "is not HOST:PORT"),
     ],
 )
 def test_addresses(listen, insecure, expected):

@@ -89,7 +89,6 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     shapes = inspect_layers(model, family)
     pool = KVPool(shapes, 4, CONTEXT + 8, torch.float32, engines.DEVICE)
     decoder = llama.rewrite(model, shapes, CONTEXT)
-    assert decoder is not None
     captured = CapturedModel(CachedModel(decoder, pool, CONTEXT), RerunRecorder(), 8, 8, [(1, 1)])
     ids = torch.randint(tiny_models.VOCAB_SIZE, (3, 60), generator=torch.Generator().manual_seed(5))
     lengths = np.array([20, 3, 11])

@@ -31,7 +31,6 @@ def worker() -> Iterator[HttpWorker]:
 def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) -> None:
     """Call it on the worker's event loop, and wait for that."""
     done = threading.Event()
-    assert worker.loop is not None
     worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
     assert done.wait(10)
 

@@ -3,14 +3,12 @@
 import json
 import ssl
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.worker.config import WorkerConfig
 from speclen.worker.http import guard
 from speclen.worker.http.responses import to_json
 from speclen.worker.http.schema import ChatRequest, CompletionRequest
@@ -236,24 +234,3 @@ def test_tls_and_key_together(tmp_path):
             httpx.get(url, verify=context)
         context.load_cert_chain(made.client.cert, made.client.key)
         assert httpx.get(url, verify=context).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
-        ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
-        ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
-        ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
-    ],
-)
-def test_wrong_settings_are_told_before_the_models_are_loaded(settings, words):
-    with pytest.raises(ValueError, match=words):
-        WorkerConfig(**settings).check_http()
-
-
-def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
-    token, key = tmp_path / "token", tmp_path / "key"
-    assert WorkerConfig(token_file=token).http_security().token_file == token
-    assert WorkerConfig(token_file=token, api_key_file=key).http_security().token_file == key
-    assert WorkerConfig(token_file=token, api_key_file=key).token_file == token

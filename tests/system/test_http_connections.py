@@ -104,6 +104,18 @@ def test_requests_sent_ahead_are_answered_in_order(worker):
     assert re.findall(rb'"completion_tokens":(\d+)', answer) == [b"5", b"6", b"7"]
 
 
+@pytest.mark.parametrize(("stream", "end"), [(False, b"}"), (True, b"}\n\ndata: [DONE]\n\n")])
+def test_a_client_of_http_1_0_gets_no_chunks(worker, stream, end):
+    """nginx speaks it to its upstream servers unless it is told otherwise."""
+    asked = completion(json.dumps({"prompt": "a", "max_tokens": 9, "stream": stream}).encode())
+    with connected(worker) as one:
+        one.sendall(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        headers, _, body = b"".join(iter(lambda: one.recv(65_536), b"")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    assert b"connection: close" in headers.lower()
+    assert body.endswith(end)
+
+
 def test_a_client_that_does_not_read_is_cut_off():
     body = {"prompt": "a", "max_tokens": 250, "n": 64, "stream": True, "logprobs": 20, "ignore_eos": True}
     content = json.dumps(body).encode()

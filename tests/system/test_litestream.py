@@ -22,7 +22,6 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "litestream" / "litestream.yml"
 
 
 def command(verb: str, *options: str) -> list[str]:
-    assert LITESTREAM is not None
     return [LITESTREAM, verb, "-config", str(CONFIG), *options]
 
 

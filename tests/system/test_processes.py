@@ -13,6 +13,7 @@ from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
+from tests.support.waiting import until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -23,7 +24,6 @@ def child(tmp_path, arguments=DYING) -> Child:
 
 def died(one: Child) -> Child:
     one.start()
-    assert one.process is not None
     one.process.wait(30)
     return one
 
@@ -47,7 +47,6 @@ def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
     one = child(tmp_path)
     one.log_file.write_text("of an earlier life\n")
     one.start()
-    assert one.process is not None
     one.process.wait(30)
     assert [line for line in one.new_remarks() if "earlier" in line] == []
     with one.log_file.open("a") as log:
@@ -77,7 +76,6 @@ def test_restarts_wait_longer_each_time(tmp_path):
     assert "starting it again in 1 s" in (one.restart_if_dead(now) or "")
     assert one.restart_if_dead(now + FIRST_PAUSE_S / 2) is None
     assert "started again" in (one.restart_if_dead(now + FIRST_PAUSE_S) or "")
-    assert one.process is not None
     one.process.wait(30)
     assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
     assert one.num_restarts == 1
@@ -94,7 +92,6 @@ def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
     one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
     one.log_file.write_text("of an earlier life\n")
     one.start()
-    assert one.process is not None
     one.process.send_signal(signal.SIGKILL)
     one.process.wait(30)
     with pytest.raises(UserError, match="worker 0 did not start: ended by a signal: Killed"):
@@ -118,7 +115,6 @@ def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypat
     assert one.restart_if_dead(now + 1.5) is None
     assert "started again" in (one.restart_if_dead(now + 3.1) or "")
     died_again = one.process
-    assert died_again is not None
     died_again.wait(30)
 
 
@@ -151,7 +147,6 @@ class Peer(Child):
     def start(self) -> None:
         command = [sys.executable, "-c", PEER, self.name]
         self.process = subprocess.Popen(command, cwd=self.log_file.parent, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
         self.process.stdout.readline()
 
 
@@ -220,10 +215,7 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
         parent.send_signal(first)  # it comes twice, and is no impatience
         time.sleep(0.5)
         assert all(is_alive(pid) for pid in children)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "told").exists():  # else the interrupt may come before the end has begun
-        assert time.monotonic() < deadline, "the last child was not told to end"
-        time.sleep(0.01)
+    until((tmp_path / "told").exists)  # else the interrupt may come before the end has begun
     parent.send_signal(signal.SIGINT)
     parent.wait(60)
     assert not any(is_alive(pid) for pid in children)

@@ -28,6 +28,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import WorkerConfig
 from tests.support.control_fakes import registration
 from tests.support.store_rows import rows
+from tests.support.waiting import on_loop_until as until
 
 PATIENCE_S = 60.0
 
@@ -221,10 +222,5 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
 
 async def joined(worker: ServedWorker, folder: Path) -> None:
     """Wait until the worker reports to the controller of the database in this folder."""
-    async with asyncio.timeout(PATIENCE_S):
-        while (
-            not worker.control.connected
-            or worker.control.controller is None
-            or worker.control.controller.database != str((folder / "speclen.db").resolve())
-        ):
-            await asyncio.sleep(0.05)
+    control, database = worker.control, str((folder / "speclen.db").resolve())
+    await until(lambda: control.connected and control.controller and control.controller.database == database)

@@ -67,7 +67,6 @@ def serving(tmp_path_factory: pytest.TempPathFactory):
     """A terminal beside the one in which README's `speclen up` runs."""
     terminal = Terminal(tmp_path_factory.mktemp("readme"))
     up = terminal.start(SERVE)
-    assert up.stdout is not None
     said = []
     for line in up.stdout:  # ends when it dies
         said.append(line)

@@ -1,18 +1,22 @@
 """`speclen bench serve` as a person meets it: real processes once, and one sentence for whatever is wrong."""
 
 import json
+import math
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
 
+from speclen.bench.fleet.load import load_of
 from speclen.cli.bench import app
 from speclen.cli.learned.history import events
 from speclen.cli.support.database import reading
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.replay import GroupObserved
 from tests.support import tiny_models
+from tests.support.control_fakes import served
 
 
 def speclen(*arguments, timeout=280):
@@ -41,10 +45,7 @@ def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
     assert "equal the first policy's in every token" in done.stdout
-    assert [row["number"] for row in printed["rounds"]] == [1, 2]
-    assert printed["num_rounds"] == 2
-    assert printed["capacity_tokens_per_s"] > 0
-    assert printed["errors"] == {}
+    assert (len(printed["rounds"]), printed["errors"]) == (2, {})
     for row in printed["rounds"]:
         blocks = row["blocks"]
         assert set(blocks) == {"adaptive", "none", "fixed:2", "n-gram"}
@@ -53,8 +54,6 @@ def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
         assert blocks["fixed:2"]["num_proposed"] > 0
         assert all(block["num_steps"] > 0 and block["latency_sum_s"] > 0 for block in blocks.values())
     assert printed["outputs"]["num_compared"] > 0
-    assert printed["outputs"]["worst_miss_logits"] <= printed["outputs"]["tie_logits"]
-    assert any("too short for its intervals" in note for note in printed["notes"])
     with reading(tmp_path / "reports.db") as connection:
         reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
     assert sum(len(event.steps) for event in reported) > 10
@@ -77,3 +76,12 @@ def test_bad_input_is_one_sentence(arguments, words):
     assert isinstance(found, UserError)  # which the root command prints, and exits with code 2
     assert words in str(found)
     assert "\n" not in str(found)
+
+
+async def test_workers_without_a_pace_send_as_much_as_becomes_durable(tmp_path):
+    async with served(tmp_path, commit_interval_s=0.05) as at:
+        load = await load_of(at.address, time.perf_counter, 4, 16, math.inf, warm_up_s=0.5, seconds=2.0)
+        totals = at.service.totals
+        assert not totals.refused
+        assert 4 * 40 * 2 < 2.0 * load.reports_per_s <= totals.num_reports
+        assert load.cpu_us_per_report == pytest.approx(1e6 * load.busy / load.reports_per_s)

@@ -12,7 +12,8 @@ import pydantic
 import pytest
 
 from speclen.v1 import generation_pb2 as pb
-from tests.support.http_worker import MODEL, HttpWorker, http_worker, over_grpc
+from tests.support import http_worker
+from tests.support.http_worker import MODEL, HttpWorker, over_grpc
 
 pytest.importorskip("llguidance")
 
@@ -27,14 +28,12 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[HttpWorker]:
-    with http_worker() as worker:
+    with http_worker.http_worker() as worker:
         yield worker
 
 
 def post(worker: HttpWorker, **fields: Any) -> httpx.Response:
-    content = json.dumps({"prompt": "a", "max_tokens": 80, **fields})  # in ASCII, so that halves of characters go, too
-    headers = {"Content-Type": "application/json"}
-    return httpx.post(f"{worker.url}/v1/completions", content=content, headers=headers, timeout=60)
+    return http_worker.post(worker, {"prompt": "a", "max_tokens": 80, **fields})
 
 
 def test_the_official_client_parses_what_comes(worker: HttpWorker) -> None:

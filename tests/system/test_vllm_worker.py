@@ -9,7 +9,6 @@ import importlib
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,10 +20,11 @@ import structlog
 from speclen.integrations.vllm import logs
 from speclen.integrations.vllm.context import configured_table, context_key, limits_of
 from speclen.integrations.vllm.lengths import MIN_SAMPLES
-from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
+from speclen.integrations.vllm.settings import as_variables, settings_from
 from speclen.records import PLAIN, Arm, Limits
 from tests.support import fake_vllm
-from tests.support.control_fakes import run, served
+from tests.support.control_fakes import served
+from tests.support.waiting import until
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 SLOW_S = 0.4
@@ -83,13 +83,6 @@ def end(scheduler, output):
         scheduler.update_draft_token_ids(output)
 
 
-def wait_until(true, what):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def controller(tmp_path, **options):
     """A controller in a thread of its own, since the test is the engine."""
@@ -102,7 +95,7 @@ def controller(tmp_path, **options):
             while not ended.is_set():
                 await asyncio.sleep(0.02)
 
-    thread = threading.Thread(target=lambda: run(hold))
+    thread = threading.Thread(target=lambda: asyncio.run(hold()))
     thread.start()
     assert ready.wait(20)
     try:
@@ -118,13 +111,13 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        until(lambda: scheduler.steering.control.connected, what="joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
         control = scheduler.steering.control
-        wait_until(lambda: not control.buffer, "reports on disk")
+        until(lambda: not control.buffer, what="reports on disk")
         assert scheduler.steering.num_reported >= 55
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
@@ -139,7 +132,7 @@ def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         serve(scheduler)
-        wait_until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, "told")
+        until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
 
 
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
@@ -147,7 +140,7 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
-        wait_until(lambda: "no controller yet" in caplog.text, "told")
+        until(lambda: "no controller yet" in caplog.text, what="told")
         time.sleep(1.5)  # two more attempts
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
@@ -158,17 +151,16 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
-    wait_until(lambda: not scheduler.steering.control.connected, "noticed")
+        until(lambda: scheduler.steering.control.connected, what="joined")
+    until(lambda: not scheduler.steering.control.connected, what="noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
 def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=f"127.0.0.1:{silent.getsockname()[1]}")
-        begun = time.monotonic()
         assert serve(scheduler, num_steps=60)[1:] == [5] * 59, "the configured length"
-        assert time.monotonic() - begun < 20.0
+        assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
         assert scheduler.steering.num_reported == 59
 
 
@@ -177,10 +169,10 @@ def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, schedul
         for name in ("learn", "table"):
             setattr(there.service, name, slowly(getattr(there.service, name)))
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        until(lambda: scheduler.steering.control.connected, what="joined")
         assert serve(scheduler, num_steps=60)[-1] == 3
         control = scheduler.steering.control
-        wait_until(lambda: not control.buffer, "reports on disk")
+        until(lambda: not control.buffer, what="reports on disk")
         assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
         assert (scheduler.steering.num_reported, control.num_refused) == (59, 0)
 
@@ -199,9 +191,9 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
             config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
             config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
             scheduler = scheduler_for(config, **variables)
-            wait_until(lambda: scheduler.steering.control.connected, "joined")  # noqa: B023
+            until(lambda: scheduler.steering.control.connected, what="joined")  # noqa: B023
             lengths = serve(scheduler, num_steps=60)
-            wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")  # noqa: B023
+            until(lambda: not scheduler.steering.control.buffer, what="reports on disk")  # noqa: B023
             assert scheduler.steering.control.num_refused == 0
             scheduler.shutdown()
         assert (lengths[1], lengths[-1]) == (after, last)
@@ -210,9 +202,9 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        until(lambda: scheduler.steering.control.connected, what="joined")
         assert serve(scheduler)[1:] == [4] * 19
-        wait_until(lambda: not scheduler.steering.control.buffer, "reports on disk")
+        until(lambda: not scheduler.steering.control.buffer, what="reports on disk")
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
@@ -224,6 +216,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
         ({}, {}, "SPECLEN_CONTROLLER", "give the address"),
         ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
         ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
+        ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
         ({"SPECLEN_WORKER_POLICY": "fixed:9"}, {}, "fixed:9", "raise that"),
         ({"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": "/no/such"}, {}, "CONTROLLER_TOKEN_FILE /no/such", "cannot be read"),
         ({"SPECLEN_WORKER_CONTROLLER_CERT": "/a.pem"}, {}, "SPECLEN_WORKER_CONTROLLER_KEY", "give both"),
@@ -289,11 +282,11 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     with at_info, controller(tmp_path, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
-        wait_until(lambda: "UNAUTHENTICATED" in caplog.text, "refused")
+        until(lambda: "UNAUTHENTICATED" in caplog.text, what="refused")
         assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
         assert serve(refused)[1:] == [5] * 19
         other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
-        wait_until(lambda: "FAILED_PRECONDITION" in caplog.text, "refused")
+        until(lambda: "FAILED_PRECONDITION" in caplog.text, what="refused")
         assert "SPECLEN_WORKER_RUN_ID" in caplog.text
         assert serve(other)[1:] == [5] * 19
 
@@ -337,7 +330,7 @@ FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode"
 def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
-        wait_until(lambda: scheduler.steering.control.connected, "joined")
+        until(lambda: scheduler.steering.control.connected, what="joined")
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 
@@ -383,17 +376,3 @@ def test_the_configured_table_is_vllms_own():
 def test_sentences_name_variables_for_our_flags_and_leave_vllms():
     sentence = as_variables("--controller-ca needs --policy and --speculative-config")
     assert sentence == "SPECLEN_WORKER_CONTROLLER_CA needs SPECLEN_WORKER_POLICY and --speculative-config"
-
-
-def test_a_policy_that_vllm_cannot_play_is_refused():
-    with pytest.raises(ValueError, match="--policy n-gram is not known here"):
-        VllmSettings("127.0.0.1:7070", policy="n-gram")
-
-
-def test_vllms_process_loads_neither_our_torch_nor_our_engine():
-    code = (
-        "import sys, speclen.integrations.vllm.wiring; "
-        "heavy = {'torch', 'transformers', 'fastapi', 'typer', 'sqlite_utils', 'speclen.worker.engine.engine', "
-        "'speclen.worker.backends', 'speclen.controller'}; print(*(heavy & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() == []

@@ -98,7 +98,6 @@ def test_angles_are_there_for_every_position_that_occurs() -> None:
     shapes = inspect_layers(model, "llama")
     install(model)
     decoder = rewrite(model, shapes, 4 * FIRST_POSITIONS)
-    assert decoder is not None
     assert len(decoder.angles) == FIRST_POSITIONS
     for position, reached in ((FIRST_POSITIONS - 1, 1), (FIRST_POSITIONS, 2), (4 * FIRST_POSITIONS - 1, 4)):
         decoder.reach(torch.tensor([[0, position]]))

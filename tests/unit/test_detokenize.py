@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from speclen.worker.http.logprobs import chat_logprobs
+from speclen.worker.http.answers import chat_logprobs
 from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode, make_token_bytes
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models
@@ -34,19 +34,23 @@ def test_a_byte_that_has_a_number_for_a_name() -> None:
     assert [make_token_bytes(Vocabulary())(token) for token in range(3)] == [b"\xe2", None, None]
 
 
+def numbered(*words: str) -> dict[str, int]:
+    return {word: at for at, word in enumerate(words)}
+
+
+def made(model: models.Model, decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
+    """A tokenizer with an end token."""
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 def sentencepiece_style() -> PreTrainedTokenizerFast:
     """Words begin with ▁, the first space is dropped, unknown characters are bytes: as in Llama 2 and Mistral."""
-    words = ["<unk>", "▁the", "▁draft", "ing", "▁"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    bpe = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[], byte_fallback=True))
-    bpe.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+    vocabulary = numbered("<unk>", "▁the", "▁draft", "ing", "▁", *(f"<0x{byte:02X}>" for byte in range(256)))
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return made(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True), decoder)
 
 
 def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
@@ -78,37 +82,17 @@ def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
     assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
 
 
-def with_special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    tokenizer.add_special_tokens({"eos_token": "</s>"})
-    return tokenizer
-
-
-def word_pieces() -> PreTrainedTokenizerFast:
-    """Spaces between words, none before ##pieces: as in BERT."""
-    words = ["[UNK]", "the", "draft", "##ing", "##s", ".", "a"]
-    one = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
-    one.decoder = decoders.WordPiece(cleanup=True)
-    return PreTrainedTokenizerFast(tokenizer_object=one)
-
-
-def metaspace() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "▁the", "▁draft", "ing", "▁", "▁a", "s"]
-    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
-    one.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=one)
-
-
-def word_ends() -> PreTrainedTokenizerFast:
-    """A mark at the end of words becomes a space, but for the last word: as in GPT-1."""
-    words = ["<unk>", "the</w>", "draft", "ing</w>", "s</w>", "a</w>"]
-    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
-    one.decoder = decoders.BPEDecoder(suffix="</w>")
-    return PreTrainedTokenizerFast(tokenizer_object=one)
-
-
+# Spaces between words and none before ##pieces, as in BERT; a mark at the end of words that becomes a space, but for the
+# last word, as in GPT-1.
+PIECES = numbered("[UNK]", "the", "draft", "##ing", "##s", ".", "a")
+SPACED = numbered("<unk>", "▁the", "▁draft", "ing", "▁", "▁a", "s")
+ENDED = numbered("<unk>", "the</w>", "draft", "ing</w>", "s</w>", "a</w>")
 TOKENIZERS = {
     "byte level": tiny_models.tokenizer(),
-    **{make.__name__: with_special(make()) for make in (sentencepiece_style, word_pieces, metaspace, word_ends)},
+    "sentencepiece": sentencepiece_style(),
+    "word pieces": made(models.WordPiece(PIECES, unk_token="[UNK]"), decoders.WordPiece(cleanup=True)),
+    "metaspace": made(models.BPE(SPACED, merges=[]), decoders.Metaspace()),
+    "word ends": made(models.BPE(ENDED, merges=[]), decoders.BPEDecoder(suffix="</w>")),
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
+from speclen.controller.estimator import Estimator, Outcome
 from speclen.records import Arm, ContextKey, Decision, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
 from tests.support.world import World
 
@@ -70,11 +71,13 @@ def made(policy: str = "adaptive", limits: Limits = LIMITS) -> Estimator:
     return estimator
 
 
-def profile(draft_s: float = 0.0015, acceptance: float = 0.75) -> Profile:
+def profile(
+    draft_s: float = 0.0015, acceptance: float = 0.75, sizes: Sequence[int] = SIZES, longest: int = 8
+) -> Profile:
     """An offline profile, right by default."""
-    world = World(acceptance, draft_s)
-    cells = tuple(ProfileCell(size, at, world.step_s(size, at), num_steps=20) for size in SIZES for at in range(9))
-    return Profile(cells, tuple(world.survival()), (4000,) * 8, source="test")
+    world, lengths = World(acceptance, draft_s), range(longest + 1)
+    cells = tuple(ProfileCell(size, at, world.step_s(size, at), num_steps=20) for size in sizes for at in lengths)
+    return Profile(cells, tuple(world.survival()[:longest]), (4000,) * longest, source="test")
 
 
 def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_between() -> None:
@@ -90,23 +93,47 @@ def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_be
     assert first.estimator.table(KEY) == second.estimator.table(KEY)
 
 
+class Noted(Estimator):
+    """Notes its events, and its decisions with the last group before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.made: list[tuple[int, Decision]] = []
+        self.num_groups = 0
+
+    def note(self, event: Event, decisions: list[Decision]) -> None:
+        self.events.append(event)
+        self.made += [(self.num_groups, each) for each in decisions]
+
+    def observe(self, key: ContextKey, records: Sequence[StepRecord], worker_id: str = "") -> Outcome:
+        self.num_groups += 1
+        outcome = super().observe(key, records, worker_id)
+        self.note(GroupObserved(self.num_groups, key, worker_id, records), outcome.decisions)
+        return outcome
+
+
+def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
+    """To the last bit, and without the probes. The profile is wrong, and the context is widened half-way."""
+    estimator = Noted()
+    for limits in (Limits(8, 4), LIMITS):
+        estimator.note(ContextAdded(KEY, limits), estimator.add_context(KEY, limits))
+        if not estimator.num_groups:
+            imported = ProfileImported(KEY, profile(draft_s=0.015, sizes=(1, 4, 8), longest=4))
+            estimator.note(imported, estimator.seed_profile(*imported))
+        worker = Worker(estimator)
+        for number in range(20):
+            worker.serve((1, 4, 8)[number % 3], 16)
+    assert replay(estimator.events).decisions == estimator.made
+    assert len(estimator.made) > 2
+
+
 @pytest.mark.parametrize("acceptance", [0.3, 0.75])
 def test_from_nothing_it_finds_arms_close_to_the_best(acceptance: float) -> None:
     worker = Worker(made(), acceptance=acceptance)
     for number in range(60):
         worker.serve(SIZES[number % 6], 40)
     assert max(map(worker.shortfall, SIZES)) < 0.03
-
-
-def test_a_profile_seeds_but_does_not_override() -> None:
-    """By the profile drafting takes ten times as long as it does."""
-    worker = Worker(made())
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
-    assert worker.shortfall(4) > 0.05, "the profile must be wrong"
-    worker.serve(4, 400)
-    assert worker.shortfall(4) < 0.03
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
-    assert worker.shortfall(4) < 0.03
 
 
 def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
@@ -117,6 +144,8 @@ def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     for number in range(60):
         worker.serve((3, 4, 5, 4)[number % 4], GROUP)
     assert worker.shortfall(4) < 0.03
+    worker.estimator.seed_profile(KEY, profile(draft_s=0.06))
+    assert worker.shortfall(4) < 0.03, "it seeds and never overrides"
 
 
 def test_arms_that_are_level_do_not_take_turns() -> None:

@@ -126,7 +126,6 @@ def test_what_is_held_back_comes_where_nothing_else_may() -> None:
     for go_on in (False, True):
         state = Grammar(TableMatcher({-1: [1], 1: [END]}), VOCAB, [END]).start([END], 9, go_on)
         mask = state.masks([1], 0, 2)[1]
-        assert mask is not None
         assert np.flatnonzero(mask).tolist() == [END]
     state = Grammar(TableMatcher(table), VOCAB, [END]).start(go_on=True)
     assert [np.flatnonzero(mask).tolist() for mask in state.masks([0], 0, 2) if mask is not None] == [[0], [0]]

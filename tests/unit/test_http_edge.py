@@ -10,13 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
-from starlette.responses import Response
 
-from speclen.transport.address import bind
-from speclen.transport.credentials import Keyring, ServerSecurity
+from speclen.transport.credentials import Keyring
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
-from speclen.worker.http.server import make_server, serving
 from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
@@ -127,34 +124,3 @@ def test_a_body_that_cannot_be_read_is_told_why(content, headers, status, words)
     answer = Edge().ask("POST", "/v1/completions", content=content, headers=JSON | headers)
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
-
-
-async def streams(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    for piece in (b"data: 1\n\n", b"data: 2\n\n"):
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-
-async def answers(scope, receive, send):
-    await Response(b"ok")(scope, receive, send)
-
-
-async def exchange(app: Any, request: bytes) -> tuple[str, bytes]:
-    """Headers and body of what a server sends until it closes the connection."""
-    bound = bind("--http-listen", "127.0.0.1:0")
-    async with serving(make_server(app, ServerSecurity()), bound):
-        reader, writer = await asyncio.open_connection(*bound.getsockname())
-        writer.write(request)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-    return head.decode().lower(), body
-
-
-@pytest.mark.parametrize(("app", "body"), [(streams, b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"), (answers, b"ok")])
-def test_a_client_of_http_1_0_gets_no_chunks(app, body):
-    """nginx speaks it to its upstream servers unless it is told otherwise."""
-    head, got = asyncio.run(exchange(app, b"GET / HTTP/1.0\r\n\r\n"))
-    assert "transfer-encoding" not in head
-    assert "connection: close" in head
-    assert got == body

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_no_room_is_entered_from_below():
     assert not {room for room in ARROWS if room in reachable(room)}
 
 
+def loaded_by(*modules: str, missing: Iterable[str] = ()) -> set[str]:
+    """Modules that a process holds after importing these of ours where others are missing."""
+    names = ", ".join(f"speclen.{name}" for name in modules)
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {names}; print(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
 def test_the_estimator_is_pure():
     """No gRPC, no SQLite, no clock in the whole folder: the same observations give the same decisions."""
     modules = files_of("controller/estimator")
@@ -80,28 +88,25 @@ def test_the_estimator_is_pure():
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert not (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}) & CLOCKS, path
-    names = ["speclen." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]
-    names += ["speclen.controller.analysis.replay", "speclen.controller.analysis.explain"]
-    imports = "; ".join(f"import {name.removesuffix('.__init__')}" for name in names)
-    code = f"import sys; {imports}; print(*(set({sorted(HEAVY)}) & sys.modules.keys()))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not found
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in modules]
+    assert not loaded_by(*names, "controller.analysis.replay", "controller.analysis.explain") & HEAVY
 
 
 def test_light_programs_never_import_torch():
-    modules = (
-        "controller.service.server, store, worker.config, cli.app, cli.controller, cli.generate, cli.up.up, cli.worker"
-    )
-    names = ", ".join(f"speclen.{name}" for name in modules.split(", "))
-    code = f"import sys, {names}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    modules = ["controller.service.server", "store", "worker.config"]
+    modules += ["cli.app", "cli.controller", "cli.generate", "cli.up.up", "cli.worker"]
+    assert not loaded_by(*modules) & {"torch", "transformers"}
+
+
+def test_vllms_process_loads_neither_our_torch_nor_our_engine():
+    ours = {"speclen.worker.engine.engine", "speclen.worker.backends", "speclen.controller"}
+    heavy = {"torch", "transformers", "fastapi", "typer", "sqlite_utils"}
+    assert not loaded_by("integrations.vllm.wiring") & (ours | heavy)
 
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    modules = "speclen.bench.gpu.checks, speclen.bench.rates"
-    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert loaded_by("bench.gpu.checks", "bench.rates", missing=missing)
 
 
 def test_no_folder_holds_more_modules_than_a_reader_can_keep_in_mind():

@@ -17,9 +17,7 @@ from speclen.worker.requests.detokenize import Detokenizer
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.structured import grammar as grammar_module
-from speclen.worker.structured import source, trial
 from speclen.worker.structured.grammar import Grammar
-from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Collected,
@@ -30,6 +28,7 @@ from tests.support.engines import (
     make_engine,
     request,
 )
+from tests.support.grammars import prepare
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 KINDS: list[dict[str, Any]] = [
@@ -42,13 +41,6 @@ KINDS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {5: 2.0}},
     {"n": 2, "max_tokens": 1},
 ]
-
-
-def a_grammar() -> Grammar:
-    pytest.importorskip("llguidance")
-    tokens = trial.make_tokenizer(tiny_models.tokenizer().backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
-    matcher = trial.make_matcher(tokens, source.source(StructuredOutput("regex", "[a-c]{2,8}(x|yz)*", "")))
-    return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
 
 
 def requests_of_all_kinds(grammar: Grammar | None) -> list[GenerationRequest]:
@@ -89,7 +81,7 @@ def test_callers_are_told_the_same(
 ) -> None:
     """Every output by itself: its tokens, text, log probabilities, reason and counts."""
     monkeypatch.setattr(grammar_module, "SLOW_MASK_S", math.inf)  # a grammar that is slow by chance proposes nothing
-    grammar = a_grammar() if with_grammars else None
+    grammar = prepare("regex", "[a-c]{2,8}(x|yz)*") if with_grammars else None
     overlapped, plain = (told_by(kind, choose(2, longest=4), recorder, grammar) for kind in (True, False))
     assert overlapped == plain
     reasons = {outputs[-1].finish_reason for outputs in plain.values()}

@@ -75,7 +75,8 @@ def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_models_that_are_refused_are_named() -> None:
-    pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
+    bloom = tiny_models.build("bloom", n_layer=2, hidden_size=32, n_head=4)
+    pair = engines.make_pair("llama", draft=bloom, draft_name="some/bloom")
     with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
         prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
 
@@ -92,5 +93,4 @@ def test_machines_without_openvino(attribute: str, found: Any, reason: str, monk
     monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
     monkeypatch.setattr(openvino, attribute, found)
     told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
-    assert told is not None
     assert re.search(reason, told)

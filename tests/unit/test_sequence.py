@@ -48,7 +48,6 @@ def run(one: SequenceState, ids: list[int], step: int) -> tuple[list[int], str, 
         text += output.text
         if one.finished:
             break
-    assert output is not None
     assert told == one.tokens[one.num_prompt_tokens :]
     assert output.num_completion_tokens == len(told)
     return told, text, output

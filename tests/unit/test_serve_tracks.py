@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from speclen.bench.serving.prompts import KINDS
-from speclen.bench.serving.recipes import ALTERNATING, MEAN_OUTPUT_TOKENS, MIXED, TRACKS
-from speclen.bench.serving.tracks import arrival_times, draw_requests, make_block
+from speclen.bench.serving.recipes import ALTERNATING, TRACKS
+from speclen.bench.serving.tracks import arrival_times, make_block
 
 CAPACITY = 1400.0
 MEAN_LOAD = sum(share * load for share, load in ALTERNATING)
@@ -37,17 +37,6 @@ def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
     gaps = np.diff(times)
     assert gaps.mean() == pytest.approx(0.1, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
-
-
-def test_what_is_asked_has_the_shares_of_its_mix():
-    """3,000 requests: shares deviate by less than 3 points with odds of a thousand to one."""
-    found = draw_requests(np.random.default_rng(0), np.linspace(0, 1, 3000), MIXED)
-    for kind, share in MIXED.kinds:
-        assert np.mean([arrival.kind == kind for arrival in found]) == pytest.approx(share, abs=0.03)
-    for temperature in MIXED.temperatures:
-        assert np.mean([arrival.temperature == temperature for arrival in found]) == pytest.approx(1 / 3, abs=0.03)
-    assert np.mean([arrival.output_tokens for arrival in found]) == pytest.approx(MEAN_OUTPUT_TOKENS, rel=0.05)
-    assert len({arrival.sampling_seed for arrival in found}) > 2990
 
 
 def test_a_block_that_burstiness_leaves_empty_is_drawn_again():

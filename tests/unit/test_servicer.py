@@ -55,14 +55,6 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert at.async_engine.num_open == 0
 
 
-async def test_the_time_in_the_queue_is_counted() -> None:
-    async with served() as at:
-        call = at.stub.Generate(tokenized(1, 2, sampling_params=pb.SamplingParams(max_tokens=4)))
-        responses = [response async for response in call]
-        assert responses[-1].complete.usage.completion_tokens == 4
-        assert "speclen_request_queue_time_seconds_count 1.0" in generate_latest(at.metrics.registry).decode()
-
-
 async def test_a_client_that_reads_nothing_loses_its_row() -> None:
     """Its window of 64 kB is full after some hundred tokens with 20 log probabilities each."""
 

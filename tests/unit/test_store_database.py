@@ -256,11 +256,3 @@ def test_a_new_file_has_the_schema_word_for_word(tmp_path):
     Store.open(tmp_path / "s.db").close()
     for (created,) in store_rows.rows(tmp_path / "s.db", "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"):
         assert f"{created};" in SCHEMA
-
-
-def test_a_file_without_tables_is_named_to_a_reader(tmp_path):
-    connect_writer(tmp_path / "s.db").close()
-    with pytest.raises(StoreError, match="has no tables"):
-        connect_reader(tmp_path / "s.db")
-    Store.open(tmp_path / "s.db").close()
-    connect_reader(tmp_path / "s.db").close()

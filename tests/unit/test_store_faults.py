@@ -26,6 +26,7 @@ from tests.support.store_rows import (
     open_with_connection,
     report,
     rows,
+    spoil_a_page,
     store_now,
     worker,
     written,
@@ -81,10 +82,7 @@ def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_aga
     assert store_now(store, moment([1])) is None
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
-    with path.open("r+b") as file:
-        file.seek((page - 1) * 4096)
-        file.write(b"\x5a" * 4096)
+    spoil_a_page(path)
     connection.execute("PRAGMA shrink_memory")  # what it had read of the file is read again
     error = store_now(store, moment([2]))
     assert isinstance(error, CorruptStoreError)

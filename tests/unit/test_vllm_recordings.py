@@ -16,7 +16,6 @@ from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -82,15 +81,10 @@ class Replay:
         names = [str(at) for at in range(step.batch_size)] if step else []
         new = ["new"] if step is None or StepFlag.PREFILL in step.flags else []
         length = step.length if step else 0
-        output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-            scheduled_cached_reqs=fake_vllm.CachedRequestData(set(), [step.context] * len(names) if step else []),
-            num_scheduled_tokens=dict.fromkeys(names, 1 + length) | dict.fromkeys(new, PROMPT_TOKENS),
-            scheduled_spec_decode_tokens=dict.fromkeys(names, [1] * length) if length else {},
-            num_invalid_spec_tokens=None,
-        )
+        tokens = dict.fromkeys(names, 1 + length) | dict.fromkeys(new, PROMPT_TOKENS)
+        drafts = dict.fromkeys(names, [1] * length) if length else {}
+        output = fake_vllm.scheduled(tokens, drafts, [step.context] * len(names) if step else [], new)
         pending = self.tracker.scheduled(output, self.requests, self.now_s)
-        assert pending is not None
         self.tracker.drafts(pending, ArmChoice(Arm(following.length), probe_id=following.probe_id))
         return output
 
@@ -120,7 +114,6 @@ def replayed(name: str) -> list[StepRecord]:
         if before is not None:
             reports.append(replay.end(*before))
         before = output, step
-    assert before is not None
     reports.append(replay.end(*before))
     assert replay.tracker.num_odd == 0
     return [report for report in reports if report is not None]

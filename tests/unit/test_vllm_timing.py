@@ -10,7 +10,6 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -73,15 +72,10 @@ class Queue:
     def launch(self, choice: ArmChoice, new: tuple[str, ...] = ()) -> None:
         """Schedule a step and launch its passes; `new` sequences compute their prompts."""
         names, machine, drafted = [*self.requests], self.machine, choice.arm.speculation_length
-        output = SimpleNamespace(
-            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in new],
-            scheduled_cached_reqs=fake_vllm.CachedRequestData(set(), [50] * (len(names) - len(new))),
-            num_scheduled_tokens={name: 60 if name in new else 1 + self.verified for name in names},
-            scheduled_spec_decode_tokens={name: [1] * self.verified for name in names if name not in new},
-            num_invalid_spec_tokens=None,
-        )
+        tokens = {name: 60 if name in new else 1 + self.verified for name in names}
+        drafts = {name: [1] * self.verified for name in names if name not in new}
+        output = fake_vllm.scheduled(tokens, drafts, [50] * (len(names) - len(new)), new)
         pending = self.tracker.scheduled(output, self.requests, 1e-3 * self.now_ms)
-        assert pending is not None
         self.tracker.drafts(pending, choice)
         begin = max(self.now_ms, self.device_free_ms)
         self.now_ms += machine.host

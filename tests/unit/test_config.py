@@ -1,10 +1,12 @@
-"""Settings that cannot work are refused by name, and defaults suit the machine."""
+"""Settings that cannot work are refused by the name of their flag before anything starts."""
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
+from speclen.controller.config import ControllerConfig
 from speclen.records import PLAIN, Arm, Limits
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.service.assembly import initial_table
@@ -85,11 +87,22 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
         ({"dtype": "x"}, "--dtype 'x' is not known; use auto, float32, bfloat16, float16"),
         ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
         ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
+        ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
+        ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
+        ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
+        ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
     ],
 )
 def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
-        WorkerConfig(**settings)
+        WorkerConfig(**settings).check_http()
+
+
+def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
+    token, key = tmp_path / "token", tmp_path / "key"
+    assert WorkerConfig(token_file=token).http_security().token_file == token
+    assert WorkerConfig(token_file=token, api_key_file=key).http_security().token_file == key
+    assert WorkerConfig(token_file=token, api_key_file=key).token_file == token
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])
@@ -110,3 +123,35 @@ def test_a_taken_port_is_told_before_anything_is_loaded(name):
 def test_what_this_machine_cannot_do_is_told_before_anything_is_loaded(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         check_config(WorkerConfig(listen="127.0.0.1:0", **settings))
+
+
+def test_the_controllers_defaults_are_the_documented_ones():
+    config = ControllerConfig()
+    assert config.listen == "127.0.0.1:7070"
+    assert config.database == Path(".speclen/speclen.db")
+    assert ControllerConfig(data_dir=Path("/x")).database == Path("/x/speclen.db")
+    assert ControllerConfig(data_dir=Path("/x"), db=Path("y.db")).database == Path("y.db")
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"listen": "7070"}, "--listen"),
+        ({"listen": "0.0.0.0:7070"}, "--listen"),
+        ({"tls_cert": Path("c")}, "--tls-key"),
+        ({"tls_client_ca": Path("c")}, "--tls-cert"),
+        ({"metrics_listen": "0.0.0.0:9090"}, "--metrics-listen"),
+        ({"commit_interval_s": 0.0}, "--commit-interval-s"),
+        ({"commit_interval_s": float("nan")}, "--commit-interval-s"),
+        ({"keep_reports": 0}, "--keep-reports"),
+        ({"keep_days": -1.0}, "--keep-days"),
+        ({"max_streams": 0}, "--max-streams"),
+        ({"max_workers": 0}, "--max-workers"),
+        ({"max_contexts": 0}, "--max-contexts"),
+        ({"silence_s": 0.0}, "--silence-s"),
+        ({"drain_timeout_s": -1.0}, "--drain-timeout-s"),
+    ],
+)
+def test_what_cannot_work_with_the_controller_is_named(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        ControllerConfig(**options)

@@ -1,0 +1,29 @@
+"""Grammars for the tiny models, made without a process of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from speclen.worker.structured import source, trial
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
+from tests.support import tiny_models
+
+
+@functools.cache
+def matching() -> Any:
+    """The tiny models' tokens, as llguidance reads them. Skips the test where it is not installed."""
+    pytest.importorskip("llguidance")
+    return trial.make_tokenizer(tiny_models.tokenizer().backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
+
+
+def prepare(kind: str, wanted: Any) -> Grammar:
+    """wanted: words, or what JSON makes of it."""
+    text = wanted if isinstance(wanted, str) else json.dumps(wanted)
+    matcher = trial.make_matcher(matching(), source.source(StructuredOutput(kind, text, "")))
+    assert not matcher.is_error(), matcher.get_error()
+    return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
