@@ -81,29 +81,13 @@ def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():
     assert [outcome.error.partition(":")[0] for outcome in outcomes] == ["UNAVAILABLE"] * 2
 
 
-def test_requests_ask_for_the_same_work_under_every_policy():
-    """Nothing about speculation is in them: that is the policy's. With a seed, so that tokens are the same as well."""
-    request = request_of(Arrival(0.0, "code", 0, 1, 5, 0.7, 12), (1,))
-    assert request.sampling_params.ignore_eos
-    assert (request.sampling_params.temperature, request.sampling_params.seed) == (pytest.approx(0.7), 12)
-    assert not request.HasField("speculation")
-
-
 # Blocks.
 
 
-def served(service):
-    block = Block("x", 0, duration_s=0.5, arrivals=tuple(arrivals([0.1 * index for index in range(5)], num_tokens=20)))
-
-    async def run():
-        async with serving(service) as address:
-            return await serve_block(address, block, [(1, 2)] * len(block.arrivals))
-
-    return asyncio.run(run())
-
-
-def test_figures_count_what_was_served():
-    found = served(FakeService(step_s=0.02))
+async def test_figures_count_what_was_served():
+    asked = arrivals([0.1 * index for index in range(5)], num_tokens=20)
+    async with serving(FakeService(step_s=0.02)) as address:
+        found = await serve_block(address, Block("x", 0, duration_s=0.5, arrivals=tuple(asked)), [(1, 2)] * 5)
     figures = figures_of(found)
     assert (figures.num_requests, figures.num_failed, figures.num_tokens) == (5, 0, 100)
     assert figures.latency_sum_s == pytest.approx(sum(outcome.latency_s for outcome in found.outcomes))
