@@ -175,18 +175,14 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
 
 def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
-        for name in ("learn", "table"):
-            setattr(there.service, name, slowly(getattr(there.service, name)))
+        for name in ("learn", "table"):  # each takes SLOW_S, in which the controller does nothing else
+            act = getattr(there.service, name)
+            setattr(there.service, name, lambda *given, act=act: time.sleep(SLOW_S) or act(*given))
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
         assert serve(scheduler, num_steps=60)[-1] == 3
         check_reported(scheduler)
         assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
         assert scheduler.steering.num_reported == 59
-
-
-def slowly(act):
-    """The same after SLOW_S, in which the controller does nothing else."""
-    return lambda *given: time.sleep(SLOW_S) or act(*given)
 
 
 @pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
@@ -217,7 +213,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 @pytest.mark.parametrize(
     ("variables", "changes", "named", "way_out"),
     [
-        ({}, {}, "SPECLEN_CONTROLLER", "give the address"),
+        ({"SPECLEN_CONTROLLER": ""}, {}, "SPECLEN_CONTROLLER", "give the address"),
         ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
         ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
         ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
@@ -234,12 +230,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 )
 def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, variables, changes, named, way_out):
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
-        settings = (
-            variables
-            if "SPECLEN_CONTROLLER" in variables or not (variables or changes)
-            else variables | {"SPECLEN_CONTROLLER": NOBODY}
-        )
-        scheduler = scheduler_for(fake_vllm.config(**changes), **settings)
+        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
         serve(scheduler)
     [told] = caplog.records
     assert told.levelno == logging.WARNING
