@@ -1,17 +1,21 @@
 """A block asks for what its track names, and the client hides neither a late answer nor a missing one."""
 
 import asyncio
+import copy
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from speclen.bench.serving import chat
 from speclen.bench.serving.block import figures_of, serve_block
 from speclen.bench.serving.capacity import busy_rate
+from speclen.bench.serving.chat import PLACEHOLDER, ChatPrompts, is_held_out
 from speclen.bench.serving.load import RequestOutcome, open_loop, request_of
 from speclen.bench.serving.prompts import KINDS
 from speclen.bench.serving.recipes import ALTERNATING, TRACKS
 from speclen.bench.serving.tracks import Arrival, Block, arrival_times, make_block
+from tests.support import tiny_models
 from tests.support.fake_generation import FakeService, serving
 
 
@@ -161,3 +165,29 @@ def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
 def test_what_is_no_track_is_named(track, changes, words):
     with pytest.raises(ValueError, match=words):
         make_block(track, **{"capacity_tokens_per_s": CAPACITY, **changes})
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = copy.deepcopy(tiny_models.tokenizer())
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return ChatPrompts(tokenizer)
+
+
+@pytest.mark.parametrize("kind", chat.KINDS)
+def test_a_kind_has_many_prompts_and_those_of_training_are_others(prompts, kind):
+    measured = {"\n".join(prompts.turns(kind, seed)) for seed in range(200)}
+    trained = {"\n".join(prompts.turns(kind, seed, held_out=False)) for seed in range(200)}
+    assert min(len(measured), len(trained)) >= 100
+    assert not measured & trained
+    assert all(map(is_held_out, measured))
+    assert not any(PLACEHOLDER.search(text) for text in measured | trained)
+    assert prompts.turns(kind, 3) == prompts.turns(kind, 3)

@@ -24,8 +24,8 @@ def database(tmp_path):
     return write_database(tmp_path / "s.db")
 
 
-def run(*arguments: str, columns: int = 80) -> str:
-    result = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(app, ["tables", *arguments])
+def run(*arguments: str, verb: str = "tables") -> str:
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, [verb, *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -119,7 +119,7 @@ def test_a_stored_choice_is_explained(tmp_path):
     previous = {"previous_speculation_length": 2, "previous_ngram": True}
     elsewhere = decision(3, 1, batch_min=1, batch_max=2)
     written(path, Commit(decisions=[decision(2, 2, **previous), elsewhere]))
-    document = json.loads(ask(path, "--batch", "4", "--json"))
+    document = json.loads(run("--db", str(path), "--batch", "4", "--json", verb="explain"))
     assert (document["context"], document["batch_size"]) == ("t + d on cpu:test, float32", 4)
     assert (document["arm"], document["runner_up"], document["survival"]) == ("draft 2", "plain", [0.75])
     assert [(each["arm"], each["is_best"], each["ms_per_token"]) for each in document["rows"]] == [
@@ -128,15 +128,9 @@ def test_a_stored_choice_is_explained(tmp_path):
     ]
     assert document["last_change"]["previous_arm"] == "n-gram else draft 2"
     assert document["last_change"]["decided_at"].endswith("UTC")
-    shown = ask(path, "--batch", "4")
+    shown = run("--db", str(path), "--batch", "4", verb="explain")
     assert "draft 2 *" in shown
     assert max(map(len, shown.splitlines())) <= 80
-
-
-def ask(path, *arguments: str) -> str:
-    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, ["explain", "--db", str(path), *arguments])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 @pytest.mark.parametrize(
