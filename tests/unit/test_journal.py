@@ -129,6 +129,7 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
         parts.journal.commit()
     [(first, _)] = parts.store.commits
     assert seqs_of(first) == [1, 1]
+    assert not await parts.journal.finish(0.01), "the disk has not answered"
     await parts.store.land(0)
     parts.journal.commit()
     assert (parts.journal.num_reports_dropped, parts.store.last.num_reports_dropped) == (150, 150)
