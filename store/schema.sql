@@ -3,7 +3,7 @@
 -- length (tokens of the draft model) with or without n-grams; columns named arm say it in words.
 
 CREATE TABLE contexts (
-  -- What step times depend on. Acceptance depends on (target, draft) alone.
+  -- What step times depend on.
   context_id INTEGER PRIMARY KEY,
   target TEXT NOT NULL CHECK (target <> ''),
   draft TEXT NOT NULL,
@@ -67,7 +67,7 @@ CREATE TABLE profile_cells (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE acceptance (
-  -- Survival per draft position of a pair, shared by all hardware.
+  -- Survival per draft position of a pair, from its context with the most evidence: the first guess of a new one.
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
   position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
@@ -314,15 +314,13 @@ most AS (  -- the arm in use where a range has the most samples
   FROM walk AS w JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
 ),
 last_steps AS (
-  SELECT context_id, batch_min, speculation_length, ngram, max(window_start) AS last_step
-  FROM prediction_windows GROUP BY context_id, batch_min, speculation_length, ngram
+  SELECT context_id, batch_min, max(window_start) AS last_step FROM prediction_windows GROUP BY context_id, batch_min
 ),
 parts AS (
-  SELECT t.*, f.batch_min AS range_min, s.num_seen + 1e-6 AS weight, s.num_steps AS num_steps_in_use,
+  SELECT t.*, f.batch_min AS range_min, s.num_seen, s.num_seen + 1e-6 AS weight,
     shorter.ms_per_token AS shorter, longer.ms_per_token AS longer,
     (SELECT max(last_step) FROM last_steps AS l WHERE l.context_id = t.context_id
-      AND l.batch_min BETWEEN t.batch_min AND t.batch_max
-      AND l.speculation_length = t.speculation_length AND l.ngram = t.ngram) AS last_step
+      AND l.batch_min BETWEEN t.batch_min AND t.batch_max) AS last_step
   FROM walk AS w
   JOIN sizes AS f ON f.context_id = w.context_id AND f.place = w.first
   JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
@@ -339,7 +337,7 @@ ranges AS (
     sum(ms_per_token_low * weight) / sum(weight) AS ms_per_token_low,
     sum(ms_per_token_high * weight) / sum(weight) AS ms_per_token_high,
     sum(speedup * weight) / sum(iif(speedup IS NULL, NULL, weight)) AS speedup,
-    sum(num_steps_in_use) AS num_steps,
+    sum(num_seen) AS num_steps,
     sum(shorter * weight) / sum(weight) AS shorter, sum(longer * weight) / sum(weight) AS longer,
     max(last_step) AS last_step, max(updated_at) AS updated_at
   FROM parts GROUP BY context_id, range_min
@@ -358,8 +356,8 @@ SELECT
   ms_per_token_low,  -- 95% interval
   ms_per_token_high,
   speedup,  -- times faster than plain decoding
-  num_steps,  -- usable samples of what is in use at each size: this arm, or an equal one
-  strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest sample of the arm
+  num_steps,  -- usable samples at these batch sizes, of all arms: the figures rest on them
+  strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest of them
   shorter AS shorter_ms_per_token,  -- of the arm with one draft token less; NULL: none
   longer AS longer_ms_per_token,  -- with one more
   updated_at,

@@ -148,31 +148,22 @@ class TokenInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        metadata = handler_call_details.invocation_metadata
+        metadata, method = handler_call_details.invocation_metadata, handler_call_details.method.rpartition("/")[2]
         if self._keyring.accepts(metadata):
-            return handler
-        if self._reading is not None and self._reading.accepts(metadata):
-            if handler_call_details.method.rpartition("/")[2].startswith(READING):
-                return handler
-            return refusing(handler, grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
-        return refusing(handler)
+            return await continuation(handler_call_details)
+        if self._reading is None or not self._reading.accepts(metadata):
+            return refusing(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
+        if method.startswith(READING):
+            return await continuation(handler_call_details)
+        return refusing(grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
 
 
-def refusing(
-    handler: grpc.RpcMethodHandler[Any, Any] | None,
-    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
-    words: str = "send the metadata `authorization: Bearer TOKEN`",
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers with the code; an unknown method gets the same answer as a known one."""
+def refusing(code: grpc.StatusCode, words: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that answers a call of any shape with the code; an unknown method gets the same answer as a known one."""
 
-    async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+    async def refuse(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, words)
 
-    if handler is None or not (handler.request_streaming or handler.response_streaming):
-        return grpc.unary_unary_rpc_method_handler(refuse)
-    if not handler.request_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 

@@ -1,14 +1,16 @@
-"""A page for Prometheus, served from threads of its own."""
+"""A page for Prometheus, served from threads of its own, and metric families that are made when it asks."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity
@@ -17,6 +19,32 @@ log = structlog.get_logger()
 
 FLAG = "--metrics-listen"
 SILENCE_S = 10.0  # a reader that says nothing for so long is let go
+Values = Mapping[Any, float]  # by the labels' values, a tuple
+
+
+class Families:
+    """Makes families. prefix: of every name."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        return GaugeMetricFamily(f"{self._prefix}_{name}", text, value=value)
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        return CounterMetricFamily(f"{self._prefix}_{name}", text, value=value)
+
+    def gauges(self, name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+        return _filled(GaugeMetricFamily(f"{self._prefix}_{name}", text, labels=labels), values)
+
+    def counters(self, name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+        return _filled(CounterMetricFamily(f"{self._prefix}_{name}", text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def run_checks(pair: ModelPair, num_requests: int, recorder: Recorder | None) ->
             f"{num_different} of {num_requests} outputs differ",
         ),
     ]
-    for name, outputs in (("plain", expected), ("recorded", found)):
+    for name, outputs in (("plain", expected), ("captured", found)):
         miss = max(widest_miss(pair.target, p, o, pair.device) for p, o in zip(prompts, outputs, strict=True))
         checks.append(
             Check(

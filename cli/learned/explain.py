@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speclen.cli.learned.history import estimates_of, find_context, last_change
-from speclen.cli.learned.table import short, titles_of
+from speclen.cli.learned.tables import short, titles_of
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError, user_errors
 from speclen.controller.analysis.explain import Explanation, in_words

@@ -1,19 +1,34 @@
-"""`speclen tables`: the learned table of a database."""
+"""`speclen tables`: the learned table for people, one line per range of batch sizes with the arm in use."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable
+from calendar import timegm
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from speclen.cli.learned.table import learned_parts, rows_of
-from speclen.cli.support.database import DB_OPTION
+from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
+from speclen.store.queries import view_rows
+
+Row = dict[str, Any]
+
+NOTHING = (
+    "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
+)
+WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
+ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
+DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
 
 
 def tables(
@@ -51,3 +66,104 @@ def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:
                 live.update(draw(), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def rows_of(db: Path, view: str, context: str) -> list[Row]:
+    """Rows of a view whose context contains the text. Raises UserError if there are contexts, but no such."""
+    with reading(db) as connection:
+        rows = view_rows(connection, view)
+    found = [row for row in rows if context in row["context"]]
+    if rows and not found:
+        names = "; ".join(sorted({row["context"] for row in rows}))
+        raise UserError(f"no context contains {context!r}; known are: {names}")
+    return found
+
+
+def learned_parts(db: Path, context: str) -> list[RenderableType]:
+    """For each context its name and its table; a sentence if nothing is learned yet."""
+    width, found = Console().width, list[RenderableType]()
+    rows = rows_of(db, "choices", context)
+    titles = titles_of({row["context"] for row in rows}, width)
+    for name, group in groupby(rows, key=lambda row: row["context"]):
+        found += [Text(titles[name], style="bold"), table_of(list(group), width)]
+    return found or [Text(NOTHING)]
+
+
+def titles_of(contexts: Collection[str], width: int) -> dict[str, str]:
+    """Names of the contexts, without fingerprints and details where a line is too short and they stay different."""
+    titles = {name: name if len(name) <= width else DETAILS.sub("", name)[:width] for name in contexts}
+    return titles if len(set(titles.values())) == len(titles) else {name: name for name in contexts}
+
+
+def table_without_lines(width: int) -> Table:
+    return Table(box=None, padding=(0, 2 if width > 90 else 1, 0, 0))
+
+
+def table_of(rows: Sequence[Row], width: int) -> Table:
+    """The table of one context for a terminal of that many columns. Columns that would be empty are left out.
+
+    rows: of the view choices, or the part of them that a worker knows.
+    """
+    cells = [cells_of(row, width >= WIDE) for row in rows]
+    table = table_without_lines(width)
+    used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
+    for heading in used:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[heading] for heading in used))
+    return table
+
+
+def cells_of(row: Row, wide: bool) -> dict[str, str]:
+    """The cells of a range by heading; "" for what is unknown."""
+    known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
+    speedup, num_steps = row.get("speedup"), row.get("num_steps")
+    cells = {
+        "batch": row["batch_bucket"],
+        "arm": arm_and_equals(row["arm"], row.get("equal_arms"), WIDE_ARM_WIDTH if wide else ARM_WIDTH),
+        "ms/token": "" if known is None else short(known),
+        "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
+        "vs plain": "" if speedup is None else f"{speedup:.2f}x",
+        "steps": "" if num_steps is None else count(num_steps),
+        "age": age_of(row.get("last_step_at")),
+    }
+    for side in ("shorter", "longer") if wide and known is not None else ():
+        ms = row.get(f"{side}_ms_per_token")
+        cells[f"1 {side}"] = "" if ms is None else f"{short(ms)} ({100 * (ms / known - 1):+.0f}%)"
+    return cells
+
+
+def arm_and_equals(arm: str, equal_arms: str | None, width: int) -> str:
+    """The arm, then as many of its equals as fit, then the number of the others.
+
+    Equals of the arm's kind come first, by their length: `draft 3 = 4`.
+    """
+    text, others = arm, equal_arms.split(" = ") if equal_arms else []
+    kind = arm.rstrip("0123456789")
+    names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
+    names.sort(key=lambda name: not name.isdigit())
+    while names and len(f"{text} = {names[0]}") + 5 * (len(names) > 1) <= width:
+        text = f"{text} = {names.pop(0)}"
+    return f"{text} (+{len(names)})" if names else text
+
+
+def short(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+
+def count(number: int) -> str:
+    """Six characters at most, for any number that is likely."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.0f}k" if number < 1_000_000 else f"{number / 1e6:.3g}M"
+
+
+def age_of(minute: str | None) -> str:
+    """Time since a minute such as `2026-01-31 12:00`, UTC, in its largest unit."""
+    if minute is None:
+        return ""
+    minutes = max(60.0, time.time() - timegm(time.strptime(minute, "%Y-%m-%d %H:%M"))) / 60
+    for limit, size, unit in ((90, 1, "m"), (36 * 60, 60, "h")):
+        if minutes < limit:
+            return f"{minutes / size:.0f}{unit}"
+    return f"{minutes / 1440:.0f}d"

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.table import Row, table_of
+from speclen.cli.learned.tables import Row, table_of
 from speclen.cli.support.client import WORKER, Client, client_from
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from

@@ -224,7 +224,7 @@ class Estimator:
 def _read_state(content: bytes) -> list[Context]:
     """Contexts that were saved, once a copy has been tried. ValueError for what is no state."""
     try:
-        for context in (copies := STATE.validate_json(content)):
+        for context in STATE.validate_json(content):
             for name in context.groups:
                 context.estimate(name)
             rows_of(context)

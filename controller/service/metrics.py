@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
-from speclen.transport.families import Families
+from speclen.transport.pages import Families
 
 PREFIX = "speclen_controller"
 FAMILIES = Families(PREFIX)

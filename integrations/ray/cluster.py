@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 from ray import serve
@@ -84,15 +82,10 @@ def protected(config: FleetConfig) -> FleetConfig:
         )
     path = (config.data_dir / "ray.token").absolute()
     if not path.exists():
-        write_secret(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o600)  # before there is anything to read
+        path.write_text(secrets.token_hex(32) + "\n")
     return replace(config, worker={**config.worker, "token_file": path})
-
-
-def write_secret(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
 
 
 def check_unused() -> None:

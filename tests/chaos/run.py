@@ -13,7 +13,7 @@ from pathlib import Path
 from chaos import disk, fuzz, kills, network  # noqa: F401  (their faults enter themselves)
 from chaos.fault import FAULTS, CannotRunError, Fault, Place
 
-HELP = "Do every fault to real processes, and say for each whether its promise held, and what was found."
+HELP = "Cause every fault in real processes, and report for each whether its promise held, and what was found."
 FOLDER = Path(__file__).parents[2] / "build" / "chaos"  # what is left of faults whose promise was broken
 
 

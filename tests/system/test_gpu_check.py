@@ -28,8 +28,8 @@ def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks.run_checks(pair, 6, RerunRecorder())
     failed = [one.name for one in found if not one.passed]
     assert failed == [
-        "plain steps put out what the target alone would",
-        "recorded steps put out what the target alone would",
+        "plain steps generate what the target alone would",
+        "captured steps generate what the target alone would",
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from speclen.worker.http.logprobs import chat_logprobs
+from speclen.worker.http.answers import chat_logprobs
 from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode, make_token_bytes
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models

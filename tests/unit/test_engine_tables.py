@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speclen.cli.export import export
-from speclen.cli.formats import WRITERS, Range, merged
+from speclen.cli.export import WRITERS, Range, export, merged
 from speclen.cli.support.errors import UserError
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database

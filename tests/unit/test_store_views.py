@@ -136,7 +136,7 @@ def test_figures_of_a_range_are_means_by_the_steps_at_its_sizes_whatever_their_a
     [row] = choices(
         store, size(3, 0.020, num_steps=9), size(4, 0.018, num_steps=0, num_plain=27), size(5, 0.02, num_steps=0)
     )
-    assert (row["batch_bucket"], row["arm"], row["num_steps"]) == ("3-5", "n-gram else draft 2", 9)
+    assert (row["batch_bucket"], row["arm"], row["num_steps"]) == ("3-5", "n-gram else draft 2", 36)
     assert row["ms_per_token"] == pytest.approx(0.25 * 10.0 + 0.75 * 9.0)
     assert row["speedup"] == pytest.approx(0.25 * 2.0 + 0.75 * 20 / 9)
     assert (row["ms_per_token_low"], row["ms_per_token_high"]) == pytest.approx((9.0, 11.0))

@@ -1,17 +1,20 @@
-"""OpenAI's answers from outputs of the engine: one object, or chunks."""
+"""OpenAI's answers from outputs of the engine: one object, or chunks; and the two shapes of log probabilities."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
 from speclen.worker.http.translate import Job
-from speclen.worker.requests.detokenize import make_decode, make_token_bytes
-from speclen.worker.requests.request import SequenceOutput, by_sequence, joined
+from speclen.worker.requests.detokenize import REPLACEMENT, Decode, make_decode, make_token_bytes
+from speclen.worker.requests.request import SequenceOutput, TokenLogprobs, by_sequence, joined
 
+TokenBytes = Callable[[int], bytes | None]
+LEAST = -9999.0  # JSON has no -inf, nor NaN
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
 
 
@@ -199,3 +202,55 @@ class Answer:
         if not self.job.body.include_metrics:
             return {}
         return {"metrics": {"speculative_decoding": self._statistics.as_dict()}}
+
+
+def completion_logprobs(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, offset: int
+) -> dict[str, Any]:
+    """Parallel lists, one entry a token; ids has one at least. offset: characters of the output before the first of them.
+
+    As in vLLM, tokens are decoded one by one, and offsets are sums of their lengths.
+    """
+    tokens = [decode([token]) for token in ids]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "top_logprobs": [by_text(text, one, decode) for text, one in zip(tokens, logprobs, strict=True)],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
+    }
+
+
+def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
+    """Log probabilities by text. Tokens of one text share an entry: the chosen token's, or the likeliest."""
+    entries = {token: finite(one.logprob)}
+    for other, logprob in pairs(one):
+        entries.setdefault(decode([other]), finite(logprob))
+    return entries
+
+
+def chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        known = token_bytes(token) if REPLACEMENT in text else None
+        told = text.encode("utf-8", errors="replace") if known is None else known
+        return {"token": text, "logprob": finite(logprob), "bytes": list(told)}
+
+    return {
+        "content": [
+            entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in pairs(one)]}
+            for token, one in zip(ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:
+    return list(zip(one.top_ids, one.top_logprobs, strict=True))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST) if math.isfinite(logprob) else LEAST

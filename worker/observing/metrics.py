@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCol
 from prometheus_client.core import Metric
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.families import Families
-from speclen.transport.pages import serve_page
+from speclen.transport.pages import Families, serve_page
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import FinishReason, RefusedError, SequenceOutput

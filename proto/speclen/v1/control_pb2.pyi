@@ -121,7 +121,7 @@ Global___ServerIdentity: typing_extensions.TypeAlias = ServerIdentity
 
 @typing.final
 class ContextKey(google.protobuf.message.Message):
-    """Everything that step times depend on. Acceptance depends on target and draft alone; contexts share it."""
+    """Everything that step times depend on. A new context begins with the acceptance of others with its target and draft."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
