@@ -70,6 +70,10 @@ class Program(Child):
         with grpc.insecure_channel(self.address) as channel:
             return rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
 
+    def is_idle(self) -> bool:
+        info = self.info()
+        return not (info.num_requests_running or info.num_requests_waiting or info.num_kv_tokens_used)
+
 
 class Fleet:
     """A controller and its workers for the length of a `with` block, at whose end all must stop as asked.
@@ -131,11 +135,7 @@ class Fleet:
     def check_idle(self) -> None:
         """Every row and every place in the queue is free again."""
         for worker in self.workers:
-            until(lambda worker=worker: is_idle(worker.info()), 30.0, f"that {worker.name} has all rows free")
-
-
-def is_idle(info: pb.GetServerInfoResponse) -> bool:
-    return not (info.num_requests_running or info.num_requests_waiting or info.num_kv_tokens_used)
+            until(lambda worker=worker: worker.is_idle(), 30.0, f"that {worker.name} has all rows free")
 
 
 def check_database(database: Path) -> int:

@@ -6,15 +6,98 @@ import random
 import socket
 import threading
 from collections import Counter
+from pathlib import Path
+from tempfile import mkdtemp
 
 import grpc
+from google.protobuf.message import Message
 
 from chaos.fault import Place, fault
 from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
 from chaos.mutation import damaged, mutant
-from chaos.targets import SEEDS, Targets
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.assembly import create_service
+from speclen.controller.service.servicer import STATUS
+from speclen.controller.service.servicer import registration as read_registration
+from speclen.controller.wire.validation import read_profile
+from speclen.store.database import Store
+from speclen.v1 import control_pb2 as control
+from speclen.v1 import generation_pb2 as generation
+from speclen.worker.requests.validation import check_request
+from speclen.worker.service.messages import to_request, to_request_id
 from tests.support.addresses import free_address
+from tests.support.control_fakes import PROFILE, group, registration, report
+
+VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH = 2048, 1024, 8
+GENERATE = generation.GenerateRequest(
+    request_id="r",
+    text="def f(x):",
+    sampling_params=generation.SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=40, max_tokens=16, stop=["\n\n"], stop_token_ids=[3], logit_bias={5: 1.0}, n=2
+    ),
+    stream=True,
+)
+TOKENIZED = generation.GenerateRequest(tokenized=generation.TokenizedInput(input_ids=[1, 2, 3]))
+SEEDS: tuple[Message, ...] = (group(1, 3), registration(), PROFILE, GENERATE, TOKENIZED)
+
+
+class Targets:
+    """A controller's service and a worker's checks. Anything but a refusal in words comes out as an error."""
+
+    def __init__(self) -> None:
+        store = Store.open(Path(mkdtemp(prefix="speclen-fuzz-")) / "speclen.db")
+        self.intake, self.learner = create_service(ControllerConfig(), store, store.load())
+        self.num_taken = self.num_refused = self._seq = self._num_reports = 0
+        self._register()
+
+    def _register(self) -> None:
+        self.worker = self.intake.register(read_registration(registration()))
+
+    def give(self, message: Message, dice: random.Random) -> None:
+        """Raises whatever is no refusal."""
+        try:
+            if isinstance(message, control.StreamReportsRequest):
+                self._report(message)
+            elif isinstance(message, control.RegisterWorkerRequest):
+                taken = read_registration(message)
+                if dice.random() < 0.01:
+                    self.intake.register(taken)
+            elif isinstance(message, control.ImportProfileRequest):
+                read_profile(message)
+            else:
+                self._generate(message)
+        except (ValueError, *STATUS):
+            self.num_refused += 1
+        else:
+            self.num_taken += 1
+
+    def _report(self, message: control.StreamReportsRequest) -> None:
+        refused = self.intake.take(self.worker, message.reports)
+        self._num_reports += len(message.reports)
+        if self._num_reports > 2000:
+            self._num_reports = 0
+            self.learner.learn(self.worker)
+            self._register()
+        if refused:
+            raise refused[0]
+
+    def _generate(self, message: Message) -> None:
+        assert isinstance(message, generation.GenerateRequest)
+        request_id = to_request_id(message)
+        ids = message.tokenized.input_ids if message.WhichOneof("input") == "tokenized" else [1, 2, 3]
+        check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH)
+
+    def check(self) -> None:
+        """After all that, an honest worker is still learned from, and every number can be worked with."""
+        worker = self.intake.register(read_registration(registration("honest", epoch=2**61)))
+        assert not self.intake.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
+        self.learner.learn(worker)
+        for key in self.learner.registry.contexts:
+            for row in self.learner.learned(key)[1]:
+                assert row.step_s > 0
+                assert row.ms_per_token_low <= row.ms_per_token_high < float("inf")
+
 
 WANTED = 1_000_000  # messages of a full run
 FULL_S = 45.0  # of a share of the time that makes it a full run
@@ -87,7 +170,7 @@ def fuzz_sockets(place: Place) -> str:
 def fuzz_addresses(
     dice: random.Random, place: Place, controller: str, worker: str, front: str, counts: Counter[str]
 ) -> None:
-    with grpc.insecure_channel(controller) as control, grpc.insecure_channel(worker) as generation:
+    with grpc.insecure_channel(controller) as to_controller, grpc.insecure_channel(worker) as to_worker:
         for _ in place.rounds(20):
             if dice.random() < 0.2:
                 send_http(front, damaged(HTTP, dice))
@@ -96,7 +179,7 @@ def fuzz_addresses(
             method, valid = dice.choice(list(METHODS.items()))
             message = mutant(valid, dice)
             data = damaged(valid.SerializeToString(), dice) if message is None else message.SerializeToString()
-            channel = generation if "Generate" in method else control
+            channel = to_worker if "Generate" in method else to_controller
             counts[code_of(channel, method, data)] += 1
 
 

@@ -20,6 +20,17 @@ from speclen.v1 import control_pb2_grpc as rpc
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:test", dtype="float32")
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
+CELLS = [(batch, length) for batch in (1, 8, 32) for length in range(5)]
+PROFILE = pb.ImportProfileRequest(
+    context=CONTEXT,
+    cells=[
+        pb.ProfileCell(batch_size=b, speculation_length=k, step_s=0.01 + 0.002 * k + 0.0005 * b * k, num_steps=50)
+        for b, k in CELLS
+    ],
+    survival=[0.9, 0.8, 0.7, 0.6],
+    num_survival_rows=[1000] * 4,
+    source="test",
+)
 
 
 @dataclass

@@ -45,24 +45,21 @@ def labels_of(page: str) -> Labels:
     return found
 
 
-def scraped_worker() -> Labels:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Samples of a worker and of a controller."""
+
+    async def scraped_controller() -> Labels:
+        async with served(tmp_path_factory.mktemp("controller")) as at:
+            return labels_of(await eventful_page(at))
+
     with http_worker(max_batch_size=4, check_models=False) as worker:
         worker.client().completions.create(
             model=MODEL, prompt=["The draft proposes", "The target"], max_tokens=40, extra_body={"ignore_eos": True}
         )
         worker.control.step_s = 0.3  # this worker's lengths are fixed, so nothing is reported to its control client
         worker.engine.target.pool.num_looked_up_tokens = 64  # what OpenVINO's pool counts
-        return labels_of(httpx.get(f"{worker.url}/metrics").text)
-
-
-async def scraped_controller(folder: Path) -> Labels:
-    async with served(folder) as at:
-        return labels_of(await eventful_page(at))
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    return scraped_worker() | asyncio.run(scraped_controller(tmp_path_factory.mktemp("controller")))
+        return labels_of(httpx.get(f"{worker.url}/metrics").text) | asyncio.run(scraped_controller())
 
 
 def selectors(node) -> Iterator:

@@ -32,17 +32,12 @@ def token(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def probes() -> str:
-    return free_address()
-
-
-@pytest.fixture(scope="module")
-def guarded(made: Certificates, token: Path, probes: str, tmp_path_factory: pytest.TempPathFactory):
+def guarded(made: Certificates, token: Path, tmp_path_factory: pytest.TempPathFactory):
     """A controller with TLS and a token; `Child` waits for it with the same client as every verb."""
     options = ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
     client = Client(ClientSecurity(ca=made.authority.cert, token_file=token))
     folder = tmp_path_factory.mktemp("guarded")
-    with running_controller(folder, *options, "--probe-listen", probes, run_id="mine", client=client) as child:
+    with running_controller(folder, *options, "--probe-listen", free_address(), run_id="mine", client=client) as child:
         yield child
 
 
@@ -154,9 +149,10 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
     assert f"{guarded.address} is not a speclen worker" in done.stderr
 
 
-def test_a_container_can_ask_for_health(guarded, probes):
+def test_a_container_can_ask_for_health(guarded):
     probe = [sys.executable, "-m", "speclen.cli.support.health", "controller"]
-    assert subprocess.run([*probe, probes], check=False).returncode == 0
+    listening = guarded.arguments[guarded.arguments.index("--probe-listen") + 1]
+    assert subprocess.run([*probe, listening], check=False).returncode == 0
     refused = subprocess.run([*probe, guarded.address], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "if it has TLS, give --ca" in refused.stderr

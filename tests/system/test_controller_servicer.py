@@ -1,12 +1,15 @@
-"""The five calls over real gRPC: what a worker may rely on, and the status of everything that goes wrong."""
+"""The five calls over real gRPC: what a worker may rely on, the status of what goes wrong, and the page for Prometheus."""
 
 import asyncio
 import math
+import re
+import threading
 
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.controller.service.metrics import ControllerCollector, bucket_label
 from speclen.store.connection import connect_reader
 from speclen.store.queries import workers
 from speclen.v1 import control_pb2 as pb
@@ -14,30 +17,16 @@ from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import (
     CONTEXT,
     LIMITS,
+    PROFILE,
+    eventful_page,
     group,
     identity,
+    page_of,
     registration,
     report,
     served,
     status_of,
     to_the_end,
-)
-
-PROFILE = pb.ImportProfileRequest(
-    context=CONTEXT,
-    cells=[
-        pb.ProfileCell(
-            batch_size=batch,
-            speculation_length=length,
-            step_s=0.010 + 0.002 * length + 0.0005 * batch * length,
-            num_steps=50,
-        )
-        for batch in (1, 8, 32)
-        for length in range(5)
-    ],
-    survival=[0.9, 0.8, 0.7, 0.6],
-    num_survival_rows=[1000] * 4,
-    source="test",
 )
 
 
@@ -237,3 +226,46 @@ async def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
             assert (code, words) == ("PERMISSION_DENIED", "this token is for reading alone")
         stream = at.stub.StreamReports(metadata=read)
         assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
+
+
+def value(text: str, name: str) -> float:
+    found = re.search(rf"^speclen_controller_{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    assert found, f"{name} is not on the page"
+    return float(found.group(1))
+
+
+async def test_counts_follow_what_happened(tmp_path):
+    async with served(tmp_path) as at:
+        text = await eventful_page(at)
+        assert value(text, "reports_total") == 34
+        assert value(text, "reports_repeated_total") == 1
+        assert value(text, "reports_missing_total") == 4
+        assert value(text, 'reports_refused_total{reason="latency_s"}') == 1
+        assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
+        assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
+        assert value(text, "store_ok") == 1
+        table = at.service.estimator.table(at.service.estimator.contexts[0])
+        [choice] = [each for each in table.choices if each.batch_min <= 4 <= each.batch_max]
+        bucket = bucket_label(choice.batch_min, choice.batch_max)
+        labels = f'{{batch_bucket="{bucket}",context="t + d on cpu:test, float32"}}'
+        assert value(text, f"speculation_length{labels}") == choice.arm.speculation_length
+        assert value(text, f"predicted_ms_per_token{labels}") > 0
+        assert value(text, "sample_every") == 1
+        assert page_of(at.controller).count("\n") == text.count("\n")
+
+
+async def test_numbers_are_read_where_they_change(tmp_path):
+    """Reading them from the page's thread would meet collections that grow under its hands."""
+    async with served(tmp_path) as at:
+        running = at.controller
+        collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+        read, threads = collector.read, []
+
+        def noted():
+            threads.append(threading.get_ident())
+            return read()
+
+        collector.read = noted
+        found = await asyncio.to_thread(lambda: list(collector.collect()))
+        assert threads == [threading.get_ident()]
+        assert found

@@ -22,10 +22,11 @@ from tests.support.control_fakes import (
 )
 
 
-async def opened(at, worker_id="w", epoch=7):
-    """A stream that has said whose it is, and its first answer."""
+async def opened(at, worker_id="w"):
+    """A stream of a worker that is registered, and its first answer."""
+    await at.stub.RegisterWorker(registration(worker_id))
     call = at.stub.StreamReports()
-    await call.write(pb.StreamReportsRequest(worker=identity(worker_id, epoch)))
+    await call.write(pb.StreamReportsRequest(worker=identity(worker_id)))
     return call, await call.read()
 
 
@@ -67,7 +68,6 @@ async def test_a_message_has_a_largest_number_of_reports(tmp_path):
 async def test_a_second_stream_of_a_worker_takes_the_place_of_the_first(tmp_path):
     """The first is a connection that died without a word; its reports that still arrive count once."""
     async with served(tmp_path) as at:
-        await at.stub.RegisterWorker(registration())
         first, _ = await opened(at)
         second, _ = await opened(at)
         assert (await status_of(first.read()))[0] == "ABORTED"
@@ -78,7 +78,6 @@ async def test_a_second_stream_of_a_worker_takes_the_place_of_the_first(tmp_path
 
 async def test_probes_and_sampling_reach_the_worker(tmp_path):
     async with served(tmp_path) as at:
-        await at.stub.RegisterWorker(registration())
         call, answer = await opened(at)
         assert answer.sample_every == 1
         at.service.sampling.sample_every = 4
@@ -97,8 +96,6 @@ async def test_probes_and_sampling_reach_the_worker(tmp_path):
 
 async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
     async with served(tmp_path, max_streams=2) as at:
-        for worker_id in "abc":
-            await at.stub.RegisterWorker(registration(worker_id))
         first, _ = await opened(at, "a")
         second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
         code, details = await status_of(opened(at, "c"))
@@ -112,8 +109,6 @@ async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
 
 async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path):
     async with served(tmp_path, silence_s=1.5) as at:
-        for worker_id in ("silent", "alive"):
-            await at.stub.RegisterWorker(registration(worker_id))
         silent, _ = await opened(at, "silent")
         alive, _ = await opened(at, "alive")
         ended = asyncio.create_task(status_of(silent.read()))
@@ -129,7 +124,6 @@ async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path)
 
 async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(tmp_path):
     async with served(tmp_path, silence_s=1.5) as at:
-        await at.stub.RegisterWorker(registration())
         call, _ = await opened(at)
         time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
         await asyncio.sleep(0.3)
@@ -142,8 +136,7 @@ async def test_a_worker_that_does_not_read_is_not_read_from_either(tmp_path):
     async with served(tmp_path) as at:
         streams = at.controller.servicer.streams
         streams.settings = StreamSettings(unread_s=1.0)
-        for worker_id in ("deaf", "w"):
-            await at.stub.RegisterWorker(registration(worker_id))
+        await at.stub.RegisterWorker(registration("deaf"))
         # The deaf side has room for a few hundred answers; then the controller has to wait.
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
         channel = aio.insecure_channel(at.address, options=options)

@@ -82,24 +82,6 @@ def test_prompts_of_a_failed_step_go_to_their_own_rows_when_another_row_ended_in
         assert collected.ids(one.request_id) == generate(make_engine(), one).ids(one.request_id)
 
 
-def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
-    engine = make_engine(chooser=0)
-    honest, calls = engine.target.forward, []
-
-    def failing(*args: object, **options: object) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("out of memory")
-        return honest(*args, **options)  # type: ignore[arg-type]
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-    collected = generate(engine, request("x", PROMPT, max_tokens=50, ignore_eos=True))
-    assert collected.reason("x") is FinishReason.ABORT
-    assert engine.load().num_kv_tokens_used == 0
-    good = generate(engine, request("y", PROMPT, max_tokens=8, ignore_eos=True))
-    assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
-
-
 @pytest.mark.parametrize("broken", ["draft", "verification"])
 def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""

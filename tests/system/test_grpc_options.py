@@ -21,20 +21,15 @@ PINGS_OFTEN = [
 OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)  # a connection
 
 
-def listening(options: list[tuple[str, int]], servicer: health.HealthServicer) -> tuple[grpc.Server, str]:
-    server = grpc.server(ThreadPoolExecutor(2), options=options)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    return server, f"127.0.0.1:{port}"
-
-
 def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
     """By default the third ping, after three seconds, ends a connection."""
     with contextlib.ExitStack() as ending:
         servicer, watches, states = health.HealthServicer(), [], []
         for options in (aio.SERVER_OPTIONS, worker.OPTIONS, controller.OPTIONS):
-            server, address = listening(options, servicer)
+            server = grpc.server(ThreadPoolExecutor(2), options=options)
+            health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+            address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            server.start()
             ending.callback(server.stop, None)
             silent = ending.enter_context(grpc.insecure_channel(address, PINGS_OFTEN))
             idle = ending.enter_context(grpc.insecure_channel(address, [*PINGS_OFTEN, OF_ITS_OWN]))

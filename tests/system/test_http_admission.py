@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,13 +25,6 @@ ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": Tru
 def worker() -> Iterator[HttpWorker]:
     with http_worker(max_batch_size=1, max_waiting=3) as worker:
         yield worker
-
-
-def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) -> None:
-    """Call it on the worker's event loop, and wait for that."""
-    done = threading.Event()
-    worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
-    assert done.wait(10)
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -89,10 +81,10 @@ def test_draining_refuses_what_comes_and_finishes_what_waits(worker: HttpWorker)
     with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS | {"stream": index % 2 == 0}) for index in range(4)]
         until(lambda: worker.async_engine.num_open == 4)
-        on_loop(worker, worker.async_engine.drain)
+        worker.loop.call_soon_threadsafe(worker.async_engine.drain)
+        until(lambda: httpx.get(f"{worker.url}/health").status_code == 503)
         refused = post(worker, ENDLESS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert httpx.get(f"{worker.url}/health").status_code == 503
         go_on.set()
         assert [answer.result().status_code for answer in answers] == [200] * 4
     assert events(answers[0].result())[-1]["choices"][0]["finish_reason"] == "length"

@@ -25,16 +25,13 @@ for seq in range(first, first + 100):
 """
 
 
-def write_until_killed(path: Path, kill_at: str) -> int:
-    """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
-    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
-    return subprocess.run(command, env={**os.environ, "KILL_AT": kill_at}, check=False).returncode
-
-
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
+    """A process of its own deletes most of a file's reports and gives the space back."""
     path = written(tmp_path / "s.db", moment(range(1, 140_001)))
+    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
     for count in (1, 2):
-        assert write_until_killed(path, f"PRAGMA incremental_vacuum:{count}") == -9
+        environment = {**os.environ, "KILL_AT": f"PRAGMA incremental_vacuum:{count}"}
+        assert subprocess.run(command, env=environment, check=False).returncode == -9
         assert rows(path, "PRAGMA integrity_check") == [("ok",)]
     store = Store.open(path)
     newest = store.load().workers[0].applied_seq

@@ -197,7 +197,7 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
 
     settings = {"threads": 1, "backend": "torch", "max_batch_size": 4, "drain_timeout_s": 5.0, "insecure": True}
     worker = await ServedWorker.start(WorkerConfig(worker_id="ray:test", **settings), find)
-    end_of_process: list[str] = []
+    end_of_process, control = [], worker.control
     watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
     try:
         request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)
@@ -209,7 +209,8 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
         for name in ("one", "two"):
             controller = HostedController()
             where.address = await controller.address(of(tmp_path / name))
-            await joined(worker, tmp_path / name)
+            database = str((tmp_path / name / "speclen.db").resolve())
+            await until(lambda: control.connected and control.controller and control.controller.database == database)  # noqa: B023
             where.address = ""
             await controller.stop()
         assert worker.control.table.source in ("controller", "last table")
@@ -218,9 +219,3 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
     assert not (await asyncio.wait([watching], timeout=0.5))[0], "its engine has ended, as it was asked to"
     watching.cancel()
     assert not end_of_process
-
-
-async def joined(worker: ServedWorker, folder: Path) -> None:
-    """Wait until the worker reports to the controller of the database in this folder."""
-    control, database = worker.control, str((folder / "speclen.db").resolve())
-    await until(lambda: control.connected and control.controller and control.controller.database == database)

@@ -29,19 +29,12 @@ def pair(tmp_path_factory):
     return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), max_position_embeddings=1024)
 
 
-def serve_arguments(pair):
-    target, draft = pair
-    return [
-        *("serve", "--track", "mixed", "--block-s", "2", "--device", "cpu", "--threads", "1"),
-        *("--target", target, "--draft", draft, "--max-batch-size", "4", "--max-length", "2"),
-        *("--minutes", "5", "--learn-s", "2"),
-    ]
-
-
 def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     out = tmp_path / "results" / "comparison.json"
-    arguments = [*serve_arguments(pair), "--out", str(out), "--compare", "adaptive,none,fixed:2,n-gram"]
-    done = speclen(*arguments, "--repeats", "2", "--reports", str(tmp_path / "reports.db"))
+    models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--threads", "1", "--max-batch-size", "4"]
+    how = ["--track", "mixed", "--block-s", "2", "--minutes", "5", "--learn-s", "2", "--max-length", "2"]
+    kept = ["--out", str(out), "--reports", str(tmp_path / "reports.db")]
+    done = speclen("serve", *models, *how, *kept, "--compare", "adaptive,none,fixed:2,n-gram", "--repeats", "2")
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
     assert "equal the first policy's in every token" in done.stdout

@@ -83,6 +83,19 @@ def end(scheduler, output):
         scheduler.update_draft_token_ids(output)
 
 
+def joined(scheduler):
+    """The scheduler, known to its controller."""
+    until(lambda: scheduler.steering.control.connected, what="joined")
+    return scheduler
+
+
+def check_reported(scheduler):
+    """All of its reports are on the controller's disk, and none was refused."""
+    control = scheduler.steering.control
+    until(lambda: not control.buffer, what="reports on disk")
+    assert control.num_refused == 0
+
+
 @contextlib.contextmanager
 def controller(tmp_path, **options):
     """A controller in a thread of its own, since the test is the engine."""
@@ -109,22 +122,19 @@ def controller(tmp_path, **options):
 def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlapped):
     config = fake_vllm.config(scheduler_config__async_scheduling=overlapped)
     with controller(tmp_path, policy="fixed:3") as there:
-        scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
+        scheduler = joined(scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine"))
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
-        until(lambda: scheduler.steering.control.connected, what="joined")
         lengths = serve(scheduler, num_steps=60)
         first = lengths.index(3)
         assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
         assert MIN_SAMPLES < first < MIN_SAMPLES + 8
-        control = scheduler.steering.control
-        until(lambda: not control.buffer, what="reports on disk")
+        check_reported(scheduler)
         assert scheduler.steering.num_reported >= 55
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
-        assert control.num_refused == 0
-        assert control.card.worker_id == "mine"
-        assert control.card.probe_steps == (5 if overlapped else 4)
-        assert control.card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
+        card = scheduler.steering.control.card
+        assert (card.worker_id, card.probe_steps) == ("mine", 5 if overlapped else 4)
+        assert card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
 def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
@@ -150,8 +160,7 @@ def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(s
 
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected, what="joined")
+        scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
     until(lambda: not scheduler.steering.control.connected, what="noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
@@ -166,20 +175,14 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
 
 def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
-        for name in ("learn", "table"):
-            setattr(there.service, name, slowly(getattr(there.service, name)))
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected, what="joined")
+        for name in ("learn", "table"):  # each takes SLOW_S, in which the controller does nothing else
+            act = getattr(there.service, name)
+            setattr(there.service, name, lambda *given, act=act: time.sleep(SLOW_S) or act(*given))
+        scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
         assert serve(scheduler, num_steps=60)[-1] == 3
-        control = scheduler.steering.control
-        until(lambda: not control.buffer, what="reports on disk")
+        check_reported(scheduler)
         assert 1e-6 * scheduler.steering.cost.quantile(1.0) < SLOW_S / 2
-        assert (scheduler.steering.num_reported, control.num_refused) == (59, 0)
-
-
-def slowly(act):
-    """The same after SLOW_S, in which the controller does nothing else."""
-    return lambda *given: time.sleep(SLOW_S) or act(*given)
+        assert scheduler.steering.num_reported == 59
 
 
 @pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
@@ -190,21 +193,18 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
         for longest in (before, after):
             config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
             config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, longest)]
-            scheduler = scheduler_for(config, **variables)
-            until(lambda: scheduler.steering.control.connected, what="joined")  # noqa: B023
+            scheduler = joined(scheduler_for(config, **variables))
             lengths = serve(scheduler, num_steps=60)
-            until(lambda: not scheduler.steering.control.buffer, what="reports on disk")  # noqa: B023
-            assert scheduler.steering.control.num_refused == 0
+            check_reported(scheduler)
             scheduler.shutdown()
         assert (lengths[1], lengths[-1]) == (after, last)
 
 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:1") as there:
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
-        until(lambda: scheduler.steering.control.connected, what="joined")
+        scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4"))
         assert serve(scheduler)[1:] == [4] * 19
-        until(lambda: not scheduler.steering.control.buffer, what="reports on disk")
+        check_reported(scheduler)
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
@@ -213,7 +213,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 @pytest.mark.parametrize(
     ("variables", "changes", "named", "way_out"),
     [
-        ({}, {}, "SPECLEN_CONTROLLER", "give the address"),
+        ({"SPECLEN_CONTROLLER": ""}, {}, "SPECLEN_CONTROLLER", "give the address"),
         ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
         ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
         ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
@@ -230,12 +230,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 )
 def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, variables, changes, named, way_out):
     with caplog.at_level(logging.INFO, logger=logs.LOGGER):
-        settings = (
-            variables
-            if "SPECLEN_CONTROLLER" in variables or not (variables or changes)
-            else variables | {"SPECLEN_CONTROLLER": NOBODY}
-        )
-        scheduler = scheduler_for(fake_vllm.config(**changes), **settings)
+        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
         serve(scheduler)
     [told] = caplog.records
     assert told.levelno == logging.WARNING
@@ -329,8 +324,7 @@ FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode"
 
 def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
     with controller(tmp_path, policy="fixed:3") as there:
-        scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
-        until(lambda: scheduler.steering.control.connected, what="joined")
+        scheduler = joined(scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address))
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 

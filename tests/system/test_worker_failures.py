@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,19 +81,19 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start
     assert sum("the worker cannot go on and ends" in line for line in lines) == 1
 
 
+def number(page: str, sample: str) -> float:
+    """Value of a sample, given as a regular expression, on the page at this address."""
+    return float(re.search(rf"^{sample} (\S+)$", httpx.get(f"http://{page}/metrics").text, re.MULTILINE)[1])
+
+
 def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start: Any) -> None:
     page = free_address()
     worker = start("few", "--controller", "", "--metrics-listen", page)
-
-    def number(name: str) -> float:
-        text = httpx.get(f"http://{page}/metrics").text
-        return float(re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
-
     with grpc.insecure_channel(worker.address) as channel:
         sampling = pb.SamplingParams(max_tokens=60, ignore_eos=True)
         list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", sampling_params=sampling)))
-    assert number("speclen_decode_steps_total") > 10
-    until(lambda: number("speclen_reports_buffered") <= 3)
+    assert number(page, r"speclen_decode_steps_total\{.*\}") > 10
+    until(lambda: number(page, r"speclen_reports_buffered\{.*\}") <= 3)
 
 
 def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
@@ -106,17 +105,9 @@ def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
 
 
 def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(start: Any) -> None:
-    metrics = free_address()
-    worker = start("reporting", "--controller", free_address(), "--metrics-listen", metrics)
-
-    def num_failures() -> float:
-        page = urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5).read().decode()
-        line = next(
-            line for line in page.splitlines() if re.match(r'speclen_part_failures_total\{.*part="reporting"\}', line)
-        )
-        return float(line.split()[-1])
-
-    until(lambda: num_failures() >= 2)
+    page = free_address()
+    worker = start("reporting", "--controller", free_address(), "--metrics-listen", page)
+    until(lambda: number(page, r'speclen_part_failures_total\{.*part="reporting"\}') >= 2)
     assert worker.is_serving()
     worker.process.send_signal(signal.SIGTERM)
     assert exits(worker, 15)[0] == 0

@@ -7,20 +7,14 @@ import pytest
 from prometheus_client import generate_latest
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.worker.observing.metrics import WorkerMetrics
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.engines import generate, make_engine, request
 from tests.support.worker_page import worker_metrics
 
 
-@pytest.fixture
-def metrics() -> WorkerMetrics:
-    return worker_metrics()
-
-
-def test_page(metrics):
-    lines = generate_latest(metrics.registry).decode().splitlines()
+def test_page():
+    lines = generate_latest(worker_metrics().registry).decode().splitlines()
     for line in (
         "speclen_num_requests_running 2.0",
         "speclen_num_requests_waiting 1.0",
@@ -57,7 +51,7 @@ def test_rows_for_which_nothing_was_drafted_are_no_drafts():
     assert counted[0][0] > 3
 
 
-def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
+def test_the_page_beyond_loopback_is_read_with_a_certificate(tmp_path):
     """It was refused, with advice (--tls-cert, --token-file) that did not help."""
     made, address = make_certificates(tmp_path), free_address()
     security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)
@@ -66,7 +60,7 @@ def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
             "--metrics-listen", "0.0.0.0:9090", tokens=False
         )
     security.check_exposure("--metrics-listen", "0.0.0.0:9090", tokens=False)
-    metrics.serve(address, security)
+    worker_metrics().serve(address, security)
     context = ssl.create_default_context(cafile=made.authority.cert)
     with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):
         urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()

@@ -48,11 +48,8 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     ("arguments", "reason"),
     [
         ({"batch_sizes": "0,1"}, "--batch-sizes '0,1'"),
-        ({"batch_sizes": "one"}, "--batch-sizes 'one'"),
         ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
-        ({"lengths": "99"}, "--lengths '99'"),
         ({"new_tokens": 5000}, "over the models' 256"),
-        ({"target": "/nowhere"}, "no such directory"),
         ({"draft": "none", "lengths": "2"}, "need a draft"),
     ],
 )

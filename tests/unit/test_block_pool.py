@@ -130,5 +130,5 @@ def test_memory_of_rows_that_left_goes_back() -> None:
 
 
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
-    with pytest.raises(MemoryError, match=r"1000 sequences .* GiB of KV.*lower --max-batch-size"):
+    with pytest.raises(MemoryError, match=r"1000 sequences .* GiB of KV memory.*lower --max-batch-size"):
         BlockPool([LayerShape(64, 128)] * 80, 1_000, 1_000_000_000, torch.float32)

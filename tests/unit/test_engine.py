@@ -11,7 +11,6 @@ import torch
 from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.arm_chooser import FixedArm
-from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (
@@ -107,9 +106,9 @@ def test_log_probabilities_are_the_targets() -> None:
     assert not any(output.logprobs for output in collected.outputs["none", 0])
 
 
-def prompt_tokens_fed(engine: Engine) -> list[int]:
-    """Of every part of a prompt that the target is fed from now on, how many."""
-    fed: list[int] = []
+def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
+    """Greedy copies are identical, and the prompt is fed once, not five times."""
+    engine, fed = make_engine(max_batch_size=5), []
     honest = engine.target.forward
 
     def counting(parts: list[PassPart]) -> list[torch.Tensor]:
@@ -117,13 +116,6 @@ def prompt_tokens_fed(engine: Engine) -> list[int]:
         return honest(parts)
 
     engine.target.forward = counting  # type: ignore[method-assign]
-    return fed
-
-
-def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
-    """Greedy copies are identical, and the prompt is fed once, not five times."""
-    engine = make_engine(max_batch_size=5)
-    fed = prompt_tokens_fed(engine)
     collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
     assert sum(fed) == len(PROMPT)
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}

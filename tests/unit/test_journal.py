@@ -117,16 +117,6 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works,
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_the_end_waits_for_the_disk_but_not_for_ever():
-    parts = Parts()
-    parts.send(parts.worker(), 1)
-    assert not await parts.journal.finish(0.05)
-    finishing = asyncio.create_task(parts.journal.finish(5.0))
-    await asyncio.sleep(0.01)
-    await parts.store.land(0)
-    assert await finishing
-
-
 async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows():
     """The oldest raw rows are given up and counted; estimates and marks contain them."""
     parts = Parts()
@@ -139,6 +129,7 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
         parts.journal.commit()
     [(first, _)] = parts.store.commits
     assert seqs_of(first) == [1, 1]
+    assert not await parts.journal.finish(0.01), "the disk has not answered"
     await parts.store.land(0)
     parts.journal.commit()
     assert (parts.journal.num_reports_dropped, parts.store.last.num_reports_dropped) == (150, 150)

@@ -56,16 +56,8 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
-    with pytest.raises(MemoryError, match=r"1000000 sequences .* GiB of KV.*lower --max-batch-size"):
+    with pytest.raises(MemoryError, match=r"1000000 sequences .* GiB of KV memory.*lower --max-batch-size"):
         KVPool([LayerShape(64, 128)] * 80, 1_000_000, 1_000_000, torch.float32, CPU)
-
-
-def grouped(tmp_path, monkeypatch, path: str) -> None:
-    """The process is in this group, of those whose files the test writes, on a machine with 200 GiB free."""
-    real = control_groups.lines_of
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
-    told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
-    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +71,11 @@ def grouped(tmp_path, monkeypatch, path: str) -> None:
     ],
 )
 def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypatch, path, limits, expected):
-    grouped(tmp_path, monkeypatch, path)
+    """The process is in the group of this path, on a machine with 200 GiB free."""
+    real = control_groups.lines_of
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
+    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
     for name, (most, used, caches) in limits.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "memory.max").write_text(f"{most}\n")

@@ -23,9 +23,9 @@ def as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def logged(level: str) -> list[dict[str, str]]:
+def test_events_and_records_of_python_are_lines_of_one_form() -> None:
     stream = io.StringIO()
-    set_up_logs(level, stream)
+    set_up_logs("info", stream)
     structlog.get_logger().debug("details")
     structlog.get_logger().info("lengths changed", version=3)
     logging.getLogger("speclen.worker.engine.engine").info("of ours")
@@ -34,11 +34,7 @@ def logged(level: str) -> list[dict[str, str]]:
         raise ValueError("two\nlines")
     except ValueError:
         logging.getLogger("speclen.worker.engine.engine").exception("a step of %d rows failed", 3)
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
-def test_events_and_records_of_python_are_lines_of_one_form() -> None:
-    lines = logged("info")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["lengths changed", "of ours", "a step of 3 rows failed"]
     assert [line["level"] for line in lines] == ["info", "info", "error"]
     assert all(line["timestamp"].endswith("Z") for line in lines)

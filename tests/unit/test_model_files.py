@@ -121,34 +121,50 @@ def test_a_generation_configuration_that_cannot_be_read_is_one_sentence(folder: 
     assert refusal(folder).startswith(f"{folder}: its generation_config.json cannot be read: ")
 
 
-def test_weights_that_are_cut_short_are_one_sentence(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert refusal(folder).startswith(f"{folder}: its weights (*.safetensors) cannot be loaded on cpu as float32: ")
-
-
-def test_only_safetensors_are_read(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    assert "no *.safetensors" in refusal(folder)
-
-
-def test_missing_weights_are_refused_not_drawn_at_random(folder: Path) -> None:
-    """transformers fills weights that a checkpoint lacks with random numbers and a warning."""
-    change(folder / "config.json", num_hidden_layers=3)
-    assert re.search(r"weights are missing.*layers\.2", refusal(folder))
-
-
-def test_a_directory_without_tokenizer_is_refused(folder: Path) -> None:
-    for name in folder.glob("tokenizer*"):
-        name.unlink()
-    assert "tokenizer" in refusal(folder)
-
-
 def with_tensors(folder: Path, **tensors: torch.Tensor) -> None:
     """Write more tensors into a model's file."""
     path = folder / "model.safetensors"
     save_file(load_file(path) | tensors, path, {"format": "pt"})
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def without_tokenizer(folder: Path) -> None:
+    for name in folder.glob("tokenizer*"):
+        name.unlink()
+
+
+def with_layers(number: int) -> Callable[[Path], None]:
+    return lambda folder: change(folder / "config.json", num_hidden_layers=number)
+
+
+UNFIT: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights cut short": (cut_short, r": its weights \(\*\.safetensors\) cannot be loaded on cpu as float32: "),
+    "no safetensors": (pickled, r"no \*\.safetensors"),
+    "no tokenizer": (without_tokenizer, "tokenizer"),
+    # transformers fills weights that a checkpoint lacks with random numbers and a warning.
+    "a layer too few": (with_layers(3), r"weights are missing.*layers\.2"),
+    "a layer too many": (with_layers(1), "9 weights for which llama has no use by its config.json"),
+    "a bias that the configuration denies": (
+        lambda folder: with_tensors(folder, **{"model.layers.1.mlp.up_proj.bias": torch.ones(64)}),
+        r"model\.layers\.1\.mlp\.up_proj\.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_files_that_do_not_fit_together_are_refused(folder: Path, case: str) -> None:
+    harm, words = UNFIT[case]
+    harm(folder)
+    assert re.search(words, refusal(folder))
 
 
 SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
@@ -162,16 +178,6 @@ def test_scales_of_quantised_weights_are_not_left_out_in_silence(folder: Path, q
         change(folder / "config.json", quantization_config=quantisation)
     with_tensors(folder, **{SCALE: torch.tensor(0.5)})
     assert SCALE in refusal(folder)
-
-
-def test_more_layers_than_the_configuration_has_are_refused(folder: Path) -> None:
-    change(folder / "config.json", num_hidden_layers=1)
-    assert "9 weights for which llama has no use by its config.json" in refusal(folder)
-
-
-def test_biases_that_the_configuration_denies_are_refused(folder: Path) -> None:
-    with_tensors(folder, **{"model.layers.1.mlp.up_proj.bias": torch.ones(64)})
-    assert "model.layers.1.mlp.up_proj.bias" in refusal(folder)
 
 
 def test_tensors_that_are_no_weights_do_no_harm(folder: Path) -> None:

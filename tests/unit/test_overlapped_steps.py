@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.detokenize import Detokenizer
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
-from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured.grammar import Grammar
 from tests.support import engines, tiny_models
@@ -117,35 +116,17 @@ def fail(*args: object) -> NoReturn:
 BAD = 9  # a token whose text cannot be made
 
 
-def submit_one_bad(engine: Engine, collected: Collected, max_tokens: int) -> SequenceState:
-    """Three requests, one of which writes BAD and nothing else; run for three steps."""
-    for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):
-        sampling = {"max_tokens": max_tokens, "ignore_eos": True, "logit_bias": bias}
-        engine.submit(request(name, PROMPT, **sampling), collected)
-    for _ in range(3):
-        engine.step()
-    return next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
-
-
-def break_text(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Let the text of BAD fail from now on."""
-    honest = Detokenizer.push
-
-    def push(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
-        if BAD in ids:
-            raise error
-        return honest(detokenizer, ids)
-
-    monkeypatch.setattr(Detokenizer, "push", push)
-
-
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_row_whose_text_fails_ends_alone_and_is_told_once(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: the whole batch was aborted. Overlapped, its next tokens are under way by then, and nobody gets them."""
     engine, collected = make_engine(chooser=2, overlapped=overlapped), Collected()
-    bad = submit_one_bad(engine, collected, 30)
-    told = len(collected.ids("bad"))
-    break_text(monkeypatch, MemoryError("no room"))
+    for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):  # which writes BAD and nothing else
+        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True, logit_bias=bias), collected)
+    for _ in range(3):
+        engine.step()
+    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+    told, honest = len(collected.ids("bad")), Detokenizer.push
+    monkeypatch.setattr(Detokenizer, "push", lambda text, ids: fail() if BAD in ids else honest(text, ids))
     engine.step()
     assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
     assert len(collected.ids("bad")) == told

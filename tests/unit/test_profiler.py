@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from speclen.worker.backends.passes import StepRows
 from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_settings
-from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.stats import ProfileSamples, measured_cell, survival
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
+from speclen.worker.profiling.stats import measured_cell, survival
+from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
@@ -28,10 +31,6 @@ def pair(folders: tuple[str, str]) -> ModelPair:
 
 def profiler(pair: ModelPair, settings: ProfileSettings = GRID, **options: Any) -> Profiler:
     return Profiler(pair, settings, PromptSource(pair.tokenizer, TEXTS, settings.seed), **options)
-
-
-def keys(samples: ProfileSamples) -> list[tuple[int, int]]:
-    return [(cell.batch_size, cell.speculation_length) for cell in samples.result().cells]
 
 
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
@@ -58,7 +57,7 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
         setattr(target, name, functools.partial(short_of_memory, name))
     samples = running.run()
     assert samples.largest_batch_size == 2
-    assert {key[0] for key in keys(samples)} == {1, 2}
+    assert {cell.batch_size for cell in samples.result().cells} == {1, 2}
 
 
 def test_without_draft_only_plain_decoding_is_profiled(folders: tuple[str, str]) -> None:
@@ -105,3 +104,40 @@ def test_survival_without_speculation_is_empty_and_without_rows_zero() -> None:
     assert survival({}) == ([], [])
     assert survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])
+
+
+def test_prompts_have_the_length_asked_for_even_beyond_one_text() -> None:
+    source = PromptSource(tiny_models.tokenizer(), ["a b c", "def step(self, batch): return"], seed=3)
+    for length in (1, 2, 7, 200):
+        assert len(source.draw(length)) == length
+
+
+def test_held_out_files_are_few_and_decided_by_path_alone() -> None:
+    paths = [f"package/module_{number}.py" for number in range(2000)]
+    share = sum(map(is_held_out, paths)) / len(paths)
+    assert 0.03 < share < 0.06  # 4% of 256 values is 11 of them, 4.3%
+    assert len(held_out_texts()) > 10
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(json.dumps("one\n\ntwo") + "\n\n" + json.dumps("three") + "\n")
+    assert texts_from_file(lines) == ["one\n\ntwo", "three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.txt", "\n\n", "holds no prompts"),
+        ("bad.jsonl", "{not json}", "cannot read"),
+        ("bad.jsonl", '{"text": "x"}', "holds no prompts"),
+    ],
+)
+def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        texts_from_file(path)
+    assert name in str(error.value)
+    with pytest.raises(ValueError, match="cannot read"):
+        texts_from_file(tmp_path / "missing.txt")

@@ -109,32 +109,23 @@ def test_rows_that_draft_less_are_capped(sampled: bool, on_host: bool) -> None:
 
 
 HOST_VOCAB, ROWS, K = 40, 60, 4
-CPU = torch.device("cpu")
-
-
-def batch_of(seeded: bool = True) -> BatchSampling:
-    """Rows of several temperatures, greedy ones among them."""
-    temperatures = [0.0, 0.5, 1.0, 1e-9]
-    keys = [make_key(row, 0) if seeded else None for row in range(ROWS)]
-    return BatchSampling([RowSampling(temperatures[row % 4], key=key) for row, key in enumerate(keys)], CPU)
 
 
 def logits_of(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, HOST_VOCAB, generator=torch.Generator().manual_seed(seed)) * 3.0
 
 
-def both(batch: BatchSampling, num_copied: np.ndarray | None = None) -> tuple[HostRule, SamplingRule]:
-    positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
-    copied = None if num_copied is None else torch.from_numpy(num_copied)
-    host = HostRule(batch.for_host, positions.tolist(), generator, num_copied)
-    return host, SamplingRule(batch, torch.from_numpy(positions), generator, copied)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("copies", [False, True])
 def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, dtype: torch.dtype) -> None:
+    """Rows are of several temperatures, greedy ones among them."""
     num_copied = np.arange(ROWS) % 3 if copies else None
-    host, general = both(batch_of(), num_copied)
+    positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
+    rows = [RowSampling((0.0, 0.5, 1.0, 1e-9)[row % 4], key=make_key(row, 0)) for row in range(ROWS)]
+    batch = BatchSampling(rows, torch.device("cpu"))
+    host = HostRule(batch.for_host, positions.tolist(), generator, num_copied)
+    copied = None if num_copied is None else torch.from_numpy(num_copied)
+    general = SamplingRule(batch, torch.from_numpy(positions), generator, copied)
     ids = torch.zeros(ROWS, 0, dtype=torch.long)
     for column in range(K):
         logits = logits_of(column, ROWS, 1).to(dtype)

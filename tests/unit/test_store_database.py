@@ -178,10 +178,6 @@ def fill_up(connection: Connection) -> None:
     connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def make_room(connection: Connection) -> None:
-    connection.execute("PRAGMA max_page_count = 1000000")
-
-
 def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     store, connection = open_with_connection(tmp_path / "s.db", small_config())
     store_now(store, moment([1], arm_estimates=[estimate()]))
@@ -197,7 +193,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     assert "5000 reports wait in memory" in health.detail
     assert answers == [], "nothing is durable, so nothing is answered"
     assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)], "a failed commit leaves no trace"
-    make_room(connection)
+    connection.execute("PRAGMA max_page_count = 1000000")
     until(lambda: len(answers) == 10)
     assert answers == [None] * 10
     assert store.health().ok
@@ -227,13 +223,6 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
 SCHEMA = Path(speclen.store.__file__).with_name("schema.sql").read_text()
 
 
-def other_database(path: Path, application_id: int) -> bytes:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute("CREATE TABLE latency_cells (x)")
-        connection.execute(f"PRAGMA application_id = {application_id}")
-    return path.read_bytes()
-
-
 @pytest.mark.parametrize("opened", [Store.open, connect_reader, connect_writer])
 @pytest.mark.parametrize(
     ("application_id", "words"),
@@ -246,7 +235,10 @@ def other_database(path: Path, application_id: int) -> bytes:
 )
 def test_another_form_is_refused_and_stays(tmp_path, opened, application_id, words):
     path = tmp_path / "s.db"
-    before = other_database(path, application_id)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE latency_cells (x)")
+        connection.execute(f"PRAGMA application_id = {application_id}")
+    before = path.read_bytes()
     with pytest.raises(StoreError, match=words):
         opened(path)
     assert path.read_bytes() == before

@@ -1,4 +1,4 @@
-"""`speclen tables` and `top`: one line per range of batch sizes for people, the rows of the view for programs."""
+"""`speclen tables`, `top` and `explain`: what was learned in words for people, and the rows behind them for programs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
+from speclen.cli.learned.history import find_context
 from speclen.cli.learned.top import range_of
 from speclen.cli.support.errors import UserError
+from speclen.controller.analysis.explain import Change, explain, in_words
+from speclen.records import Arm, ArmEstimate
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2
 from tests.support.database_rows import write_database
-from tests.support.store_rows import context, estimate, rows, written
+from tests.support.store_rows import context, decision, estimate, rows, written
 
 
 @pytest.fixture
@@ -21,8 +24,8 @@ def database(tmp_path):
     return write_database(tmp_path / "s.db")
 
 
-def run(*arguments: str, columns: int = 80) -> str:
-    result = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(app, ["tables", *arguments])
+def run(*arguments: str, verb: str = "tables") -> str:
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, [verb, *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -78,3 +81,78 @@ def test_top_shows_the_ranges_that_a_worker_has():
         ("5", "draft 1", pytest.approx(1.6)),
         ("6-9", "plain", None),
     ]
+
+
+def row(arm: Arm, ms: float, is_best: bool = False, spread: float = 0.1, batch_max: int = 4) -> ArmEstimate:
+    """An estimate at batch sizes 3 to batch_max whose steps yield two tokens."""
+    interval = (ms * (1 - spread), ms * (1 + spread))
+    return ArmEstimate(3, batch_max, arm, 2.0, 2e-3 * ms, ms, *interval, 50, 1.9e-3 * ms, "online", is_best)
+
+
+PLAIN, DRAFT, NGRAM = Arm(), Arm(3), Arm(2, True)
+
+
+def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
+    rows = [row(PLAIN, 20.0), row(DRAFT, 8.0, True), row(NGRAM, 8.2), row(Arm(4), 5.0, batch_max=3)]
+    explanation = explain("somewhere", rows[:3], 4, (0.75, 0.5), Change(None, DRAFT, "it was better", "yesterday"))
+    assert [each.arm for each in explanation.rows] == [DRAFT, NGRAM, PLAIN]
+    words = in_words(explanation)
+    assert words[0] == "A batch of 4 uses 'draft 3', like every batch size of 3 to 4."
+    assert "2.00 tokens per sequence in 16 ms: 8 ms per token (95%: 7.2 to 8.8), from 50 usable samples" in words[1]
+    assert "which took 15.2 ms on average" in words[1]
+    assert words[2].startswith(
+        "The runner-up, 'n-gram else draft 2', needs 8.2 ms per token: 2.5% worse; their intervals"
+    )
+    assert words[3] == "Plain decoding needs 20 ms per token: the choice is 2.50 times as fast."
+    assert words[4] == "Draft tokens 1 to 2 and all before them are accepted in 75%, 50% of steps."
+    assert words[5] == "The choice last changed (yesterday) from nothing to 'draft 3': it was better."
+
+
+@pytest.mark.parametrize("rows", [[], [row(PLAIN, 8.0)], [row(PLAIN, 8.0, True, batch_max=3)]])
+def test_a_batch_size_without_an_arm_in_use_is_refused(rows):
+    with pytest.raises(ValueError, match="nothing is known about batch size 4 yet"):
+        explain("somewhere", rows, 4)
+
+
+def test_a_stored_choice_is_explained(tmp_path):
+    path = write_database(tmp_path / "s.db")
+    previous = {"previous_speculation_length": 2, "previous_ngram": True}
+    elsewhere = decision(3, 1, batch_min=1, batch_max=2)
+    written(path, Commit(decisions=[decision(2, 2, **previous), elsewhere]))
+    document = json.loads(run("--db", str(path), "--batch", "4", "--json", verb="explain"))
+    assert (document["context"], document["batch_size"]) == ("t + d on cpu:test, float32", 4)
+    assert (document["arm"], document["runner_up"], document["survival"]) == ("draft 2", "plain", [0.75])
+    assert [(each["arm"], each["is_best"], each["ms_per_token"]) for each in document["rows"]] == [
+        ("draft 2", True, 10.0),
+        ("plain", False, 20.0),
+    ]
+    assert document["last_change"]["previous_arm"] == "n-gram else draft 2"
+    assert document["last_change"]["decided_at"].endswith("UTC")
+    shown = run("--db", str(path), "--batch", "4", verb="explain")
+    assert "draft 2 *" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch", "99"], "batch size 99 is beyond this context's workers: use 1 to 32"),
+        (["--batch", "9"], "nothing is known about batch size 9 yet"),
+        (["--batch", "4", "--context", "elsewhere"], "no context is called 'elsewhere'"),
+    ],
+)
+def test_bad_questions_get_a_sentence(tmp_path, arguments, words):
+    path = write_database(tmp_path / "s.db")
+    with pytest.raises(UserError, match=words):
+        CliRunner().invoke(app, ["explain", "--db", str(path), *arguments], catch_exceptions=False)
+
+
+def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
+    rows = tuple(context(number, target="t#5904bc", device=f"gpu-{number}") for number in (1, 2))
+    assert find_context(rows, "2") == rows[1]
+    assert find_context(rows, "gpu-1") == rows[0]
+    for text in ("9", "90"):
+        with pytest.raises(UserError, match=f"no context is called '{text}'"):
+            find_context(rows, text)
+    with pytest.raises(UserError, match="matches several contexts"):
+        find_context(rows, "gpu")
