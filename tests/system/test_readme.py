@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from speclen.worker.models.loading import load_pair
 from tests.support.addresses import free_address
 from tests.support.http_worker import http_worker
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -98,13 +98,9 @@ COMMANDS = [
 
 @pytest.mark.timeout(300)
 def test_the_commands_of_readme_work_and_fit_the_terminal(serving: Terminal):
-    generated, *_ = [serving.run("sh", "-c", COMMANDS[0])]
-    assert len(generated) > 20
-    deadline = time.monotonic() + 60
-    while "vs plain" not in (table := serving.run("sh", "-c", COMMANDS[1])):
-        assert time.monotonic() < deadline, table
-        time.sleep(0.5)
-    assert max(map(len, table.splitlines())) <= 80
+    assert len(serving.run("sh", "-c", COMMANDS[0])) > 20
+    until(lambda: "vs plain" in serving.run("sh", "-c", COMMANDS[1]), what="a learned table")
+    assert max(map(len, serving.run("sh", "-c", COMMANDS[1]).splitlines())) <= 80
     choices = serving.run("sh", "-c", COMMANDS[2])
     assert "ms_per_token" in choices
 
