@@ -26,8 +26,5 @@ def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     assert [cell["speculation_length"] for cell in steps["cells"]] == [0, 2]
     rates = json.loads((tmp_path / "own.json").read_text())["tokens_per_s"]
     assert set(rates) == {"adaptive", "fixed:2", "n-gram"}
-    for row in rates.values():
-        assert set(row) == {"1", "4", "16", "32"}
-        assert all(rate > 0 for rate in row.values())
-    assert "own, tokens/s" in done.stdout
+    assert all(rate > 0 for row in rates.values() for rate in row.values())
     assert (tmp_path / "own.db").exists()

@@ -1,9 +1,9 @@
-"""A controller on port 0 with a fresh database, and the messages of a plausible worker."""
+"""A controller in this process or in one of its own, and the messages of a plausible worker."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from typing import Any
 from grpc import aio
 from prometheus_client import CollectorRegistry, generate_latest
 
+from speclen.cli.support.client import Client
+from speclen.cli.support.processes import Child
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import Running
 from speclen.controller.service.metrics import ControllerCollector
 from speclen.controller.service.server import running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.addresses import free_address
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:test", dtype="float32")
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
@@ -55,6 +58,21 @@ async def served(tmp_path: Path, **options: Any) -> AsyncIterator[Served]:
         address = f"127.0.0.1:{controller.port}"
         async with aio.insecure_channel(address) as channel:
             yield Served(controller, channel, rpc.ControlServiceStub(channel), address)
+
+
+@contextlib.contextmanager
+def running_controller(folder: Path, *options: str, run_id: str = "", client: Client | None = None) -> Iterator[Child]:
+    """A process that keeps its database in the folder, stopped at the end. client: that waits for it."""
+    folder.mkdir(exist_ok=True)
+    address = free_address()
+    arguments = ["controller", "--listen", address, "--data-dir", str(folder), "--run-id", run_id, *options]
+    child = Child("controller", arguments, address, folder / "log", run_id=run_id, client=client or Client())
+    child.start()
+    try:
+        child.wait_until_serving(30)
+        yield child
+    finally:
+        child.stop(20)
 
 
 def identity(worker_id: str = "w", epoch: int = 7) -> pb.WorkerIdentity:

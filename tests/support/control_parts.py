@@ -1,7 +1,14 @@
-"""Parts of a worker's control client, without a controller."""
+"""Parts of a worker's control client without a controller, and its metrics without an engine."""
 
-from speclen.records import Arm, Limits, StepRecord
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from speclen.records import PLAIN, Arm, Limits, StepRecord
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.engine import EngineLoad
+from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.reporting.card import ControlSettings, WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import ArmTable
@@ -34,3 +41,15 @@ def probe(batch_min: int = 1, batch_max: int = 8, num_steps: int = 1, arm: Arm =
         num_steps=num_steps,
         valid_for_s=valid_for_s,
     )
+
+
+def worker_metrics(engine: Any = None) -> WorkerMetrics:
+    """Metrics of a worker with this engine, or one of fixed counts."""
+    control = client(limits=Limits(4, 2, ngram=True), first=Arm(2, ngram=True))
+    control.report(StepRecord(0, 3, Arm(2), 0.01, (1, 0, 2), 10.0))
+    control.report(StepRecord(0, 3, PLAIN, 0.01, (3,), 10.0))
+    load = EngineLoad(num_running=2, num_waiting=1, num_kv_tokens_used=50, num_kv_tokens_total=200, num_steps=7)
+    load.num_looked_up_tokens, load.num_reused_tokens = 128, 96
+    load.num_drafts, load.num_draft_tokens, load.num_ngram_tokens = 3, 6, 2
+    load.num_accepted_tokens, load.num_accepted_by_position = 4, (2, 2)
+    return WorkerMetrics(engine or SimpleNamespace(num_threads=3, load=lambda: load), control)

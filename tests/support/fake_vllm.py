@@ -199,10 +199,7 @@ def config(**changes: Any) -> Any:
             prompt_lookup_max=4,
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            world_size=1,
+            **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "world_size"), 1),
             distributed_executor_backend="uni",
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8, max_num_batched_tokens=2048),

@@ -16,7 +16,7 @@ from speclen.cli.support.whose import check_controller, identity
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from tests.support.addresses import free_address
 from tests.support.certificates import Certificates, make_certificates
-from tests.support.controller_process import running_controller
+from tests.support.control_fakes import running_controller
 
 
 @pytest.fixture(scope="module")

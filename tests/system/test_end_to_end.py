@@ -16,6 +16,7 @@ NUM_TOKENS = 300
 
 
 def test_both_edges_serve_and_their_streams_end_before_the_worker_does(tmp_path):
+    """Both stream to the end what they answered before, though the worker is told to end in the middle."""
     address, http = free_address(), free_address()
     models = ["--target", "bundled:target", "--draft", "bundled:draft", "--device", "cpu"]
     options = ["--listen", address, "--controller", "", "--http-listen", http, "--served-model-name", "pair"]
@@ -23,30 +24,26 @@ def test_both_edges_serve_and_their_streams_end_before_the_worker_does(tmp_path)
     worker.start()
     try:
         worker.wait_until_serving(120)
-        check_streams(worker, f"http://{http}/v1/completions")
+        url = f"http://{http}/v1/completions"
+        body = {"model": "pair", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
+        sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        request = pb.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=True)
+        with (
+            grpc.insecure_channel(worker.address) as channel,
+            httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response,
+        ):
+            running = rpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+            next(running)
+            lines = response.iter_lines()
+            events = [next(lines)]
+            worker.process.send_signal(signal.SIGTERM)
+            *_, last = running
+            events += [line for line in lines if line]
         assert worker.process.wait(30) == 0
         assert "Traceback" not in worker.log_file.read_text()
     finally:
         worker.stop(timeout_s=20.0)
-
-
-def check_streams(worker: Child, url: str) -> None:
-    """Both edges stream to the end what they answered before, though the worker is told to end in the middle."""
-    body = {"model": "pair", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-    text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
-    sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    request = pb.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=True)
-    with (
-        grpc.insecure_channel(worker.address) as channel,
-        httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response,
-    ):
-        running = rpc.GenerationServiceStub(channel).Generate(request, timeout=60)
-        next(running)
-        lines = response.iter_lines()
-        events = [next(lines)]
-        worker.process.send_signal(signal.SIGTERM)
-        *_, last = running
-        events += [line for line in lines if line]
     assert (last.complete.text, last.complete.usage.completion_tokens) == (text, NUM_TOKENS)
     assert events[-1] == "data: [DONE]"
     pieces = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1] if event]

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +24,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 ENVOY = os.environ.get("ENVOY") or shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
@@ -159,13 +159,13 @@ def test_over_http_envoy_passes_tokens_on_and_tries_a_refused_request_at_another
             client = httpx.Client(
                 base_url=f"http://{address}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
             )
-            deadline = time.monotonic() + 30.0
-            while True:
+
+            def is_answered() -> bool:
                 with contextlib.suppress(httpx.HTTPError):
-                    if client.get("/v1/models").status_code == 200:
-                        break
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.1)
+                    return client.get("/v1/models").status_code == 200
+                return False
+
+            until(is_answered, 30.0, "an answer")
             assert [client.get("/v1/models").status_code for _ in range(30)] == [200] * 30
         assert 503 in refused
         assert set(refused + answered) == {200, 503}
@@ -212,18 +212,15 @@ async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Chann
     """A channel to Envoy in front of the workers, which serves."""
     with envoy(folder, addresses, []) as (listen, _):
         async with aio.insecure_channel(listen) as channel:
-            await until_healthy(channel)
+            # A request waits until Envoy listens, and fails until it has checked its workers.
+            for _ in range(300):
+                with contextlib.suppress(grpc.RpcError):
+                    await anext(aiter(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=5.0)))
+                    break
+                await asyncio.sleep(0.1)
+            else:
+                raise AssertionError("envoy does not serve")
             yield channel
-
-
-async def until_healthy(channel: aio.Channel) -> None:
-    """Until a request gets through: Envoy checks its workers first."""
-    for _ in range(300):
-        with contextlib.suppress(grpc.RpcError):
-            await anext(aiter(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=5.0)))
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError("envoy does not serve")
 
 
 async def share(channel: aio.Channel, num: int, at_once: int) -> None:

@@ -51,7 +51,6 @@ def worker():
         ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
         ({"prompt": "a", "best_of": 3}, 400, "best_of", "not supported by this server: use n"),
-        ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options", ""),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ""),
     ],

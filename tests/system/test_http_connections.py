@@ -129,7 +129,7 @@ def test_a_client_that_does_not_read_is_cut_off():
         until_idle(worker.engine, 60.0)
         assert worker.engine.load().num_generated_tokens < 250 * 64
         until(lambda: not worker.server.server_state.connections)
-        page = metrics(worker)
+        page = httpx.get(f"{worker.url}/metrics").text.splitlines()
         assert 'speclen_slow_readers_total{model_name="tiny"} 1.0' in page
         assert 'speclen_request_refused_total{model_name="tiny",reason="slow_reader"} 1.0' in page
 
@@ -186,7 +186,3 @@ def test_hundreds_of_disconnects_leave_nothing_behind(worker):
     until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
     until(lambda: not worker.async_engine.num_open)
     assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
-
-
-def metrics(worker):
-    return httpx.get(f"{worker.url}/metrics").text.splitlines()

@@ -12,8 +12,7 @@ import grpc
 import pytest
 
 from speclen.v1 import control_pb2_grpc as rpc
-from tests.support.control_fakes import group, registration
-from tests.support.controller_process import running_controller
+from tests.support.control_fakes import group, registration, running_controller
 from tests.support.store_rows import rows
 from tests.support.waiting import until
 

@@ -1,15 +1,19 @@
-"""Every command of README works, in its order, with the one `speclen up` that it starts."""
+"""Every command of README works, in its order, with the one `speclen up` that it starts; so do the examples of HTTP."""
 
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from speclen.worker.models.loading import load_pair
 from tests.support.addresses import free_address
+from tests.support.http_worker import http_worker
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -94,13 +98,9 @@ COMMANDS = [
 
 @pytest.mark.timeout(300)
 def test_the_commands_of_readme_work_and_fit_the_terminal(serving: Terminal):
-    generated, *_ = [serving.run("sh", "-c", COMMANDS[0])]
-    assert len(generated) > 20
-    deadline = time.monotonic() + 60
-    while "vs plain" not in (table := serving.run("sh", "-c", COMMANDS[1])):
-        assert time.monotonic() < deadline, table
-        time.sleep(0.5)
-    assert max(map(len, table.splitlines())) <= 80
+    assert len(serving.run("sh", "-c", COMMANDS[0])) > 20
+    until(lambda: "vs plain" in serving.run("sh", "-c", COMMANDS[1]), what="a learned table")
+    assert max(map(len, serving.run("sh", "-c", COMMANDS[1]).splitlines())) <= 80
     choices = serving.run("sh", "-c", COMMANDS[2])
     assert "ms_per_token" in choices
 
@@ -109,3 +109,36 @@ def test_the_program_of_readme_works(serving: Terminal):
     program = PYTHON[0].replace("127.0.0.1:7080", serving.worker)
     assert program != PYTHON[0]
     assert len(serving.run("python", "-c", program)) > 20
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    pair = load_pair("bundled:target", "bundled:draft", "cpu")
+    with http_worker(pair=pair, model="bundled:target", max_batch_size=8) as worker:
+        yield worker
+
+
+def blocks(language, worker):
+    found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return [block.replace("http://127.0.0.1:8000", worker.url) for block in found]
+
+
+def test_python(worker, capsys):
+    names: dict = {}
+    for block in blocks("python", worker):
+        if "structured_outputs" in block and importlib.util.find_spec("llguidance") is None:
+            continue  # an extra that this environment lacks
+        exec(compile(block, "docs/reference/http.md", "exec"), names)  # noqa: S102
+        assert capsys.readouterr().out.strip()
+    assert names["answer"].usage.completion_tokens == 32
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl(worker):
+    for block in blocks("bash", worker):
+        done = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, check=True, timeout=60)
+        assert '"object":"text_completion"' in done.stdout
+        assert '"count":' in done.stdout

@@ -17,7 +17,7 @@ from speclen.cli.support.whose import identity, owns
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address, two_free_ports
-from tests.support.controller_process import running_controller
+from tests.support.control_fakes import running_controller
 
 
 def speclen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -9,8 +9,8 @@ from prometheus_client import generate_latest
 from speclen.transport.credentials import ServerSecurity
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
+from tests.support.control_parts import worker_metrics
 from tests.support.engines import generate, make_engine, request
-from tests.support.worker_page import worker_metrics
 
 
 def test_page():

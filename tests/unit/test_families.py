@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.worker.models.naming import ModelError
 from speclen.worker.models.source import ModelSource, refuse_unsuitable
@@ -21,7 +19,6 @@ EXPERTS = GROUPED | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": tiny_models.MAX_POSITIONS}
 LATENT = EXPERTS | {"q_lora_rank": 8, "kv_lora_rank": 8}
 PADDED = GROUPED | {"pad_token_id": 0}
-TOKENS = {"vocab_size": tiny_models.VOCAB_SIZE, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None}
 
 # Those of tiny_models.FAMILIES are run through every test of the engine.
 SERVED: dict[str, dict[str, Any]] = {
@@ -74,11 +71,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(family: str, settings: dict[str, Any]) -> None:
     """Make an engine of a random model, as `load_pair` and `prepare` would of one that is loaded."""
-    config = AutoConfig.for_model(family, **TOKENS | settings)
-    refuse_unsuitable(ModelSource(family, family, None, config, config.get_text_config()))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = tiny_models.build(family, **settings)
+    refuse_unsuitable(ModelSource(family, family, None, model.config, model.config.get_text_config()))
     make_engine(make_pair(target=model, target_name=family), 0, check_models=True, max_speculation_length=0)
 
 

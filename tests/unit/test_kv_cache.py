@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
+from speclen.worker.backends.openvino.blocks import BLOCK_TOKENS, FREE_BLOCKS, BlockPool
 from speclen.worker.models import control_groups
 
 CPU = torch.device("cpu")
@@ -55,9 +58,10 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert values(pool, 2, pool.max_length) == {0.0}
 
 
-def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
-    with pytest.raises(MemoryError, match=r"1000000 sequences .* GiB of KV memory.*lower --max-batch-size"):
-        KVPool([LayerShape(64, 128)] * 80, 1_000_000, 1_000_000, torch.float32, CPU)
+@pytest.mark.parametrize(("make", "num_rows"), [(KVPool, 1_000_000), (BlockPool, 1_000)])
+def test_what_cannot_be_had_is_refused_with_a_sentence(make, num_rows: int) -> None:
+    with pytest.raises(MemoryError, match=rf"{num_rows} sequences .* GiB of KV memory.*lower --max-batch-size"):
+        make([LayerShape(64, 128)] * 80, num_rows, 1_000_000_000, torch.float32, *[CPU] * (make is KVPool))
 
 
 @pytest.mark.parametrize(
@@ -82,3 +86,121 @@ def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypa
         (tmp_path / name / "memory.current").write_text(f"{used}\n")
         (tmp_path / name / "memory.stat").write_text(f"anon 5\ninactive_file {caches}\n")
     assert free_memory(torch.device("cpu")) == expected
+
+
+BLOCK_SHAPES = [LayerShape(2, 64), LayerShape(1, 128)]
+
+
+def make_pool(num_rows: int = 4, max_length: int = 400, dtype: torch.dtype = torch.float32) -> BlockPool:
+    return BlockPool(BLOCK_SHAPES, num_rows, max_length, dtype)
+
+
+def write(pool: BlockPool, row: int, start: int, marks: list[float]) -> None:
+    """Let the row's tokens start, start + 1, ... hold these marks in all their numbers."""
+    blocks, _ = pool.reach(row, np.array([start + len(marks)]))
+    for place, mark in enumerate(marks, start):
+        for cache in pool.caches:
+            cache[blocks[place // BLOCK_TOKENS], :, place % BLOCK_TOKENS] = mark
+
+
+def read(pool: BlockPool, row: int, length: int) -> list[float]:
+    blocks, _ = pool.reach(row, np.array([length]))
+    return [float(pool.caches[-1][blocks[at // BLOCK_TOKENS], 0, at % BLOCK_TOKENS, 5]) for at in range(length)]
+
+
+def test_rows_keep_their_tokens_through_everything() -> None:
+    """3,000 random feeds, copies, moves, exchanges and releases against lists that say what each row holds."""
+    generator = random.Random(0)
+    pool, held = make_pool(), {row: [] for row in range(4)}
+    for number in range(3000):
+        row, other = generator.sample(range(4), 2)
+        action = generator.random()
+        if action < 0.55:
+            # Some of what was fed before is rejected and overwritten; shared tokens never are.
+            marks = [float(number + at) for at in range(generator.randint(1, 50))]
+            if len(held[row]) + len(marks) <= pool.max_length:
+                write(pool, row, len(held[row]), [*marks, -1.0][: pool.max_length - len(held[row])])
+                held[row] = held[row] + marks
+        elif action < 0.7:
+            length = generator.randint(0, len(held[row]))
+            pool.copy(row, other, length)
+            held[other] = held[row][:length]
+        elif action < 0.8:
+            pool.move(row, other, len(held[row]))
+            held[row], held[other] = [], held[row]
+        elif action < 0.9:
+            pool.swap(row, other, len(held[row]), len(held[other]))
+            held[row], held[other] = held[other], held[row]
+        else:
+            pool.release(row)
+            held[row] = []
+        assert all(read(pool, row, len(marks)) == marks for row, marks in held.items() if marks)
+    for row in range(4):
+        pool.release(row)
+    assert pool.num_bytes_held() == 0
+    check_blocks(pool)
+
+
+def check_blocks(pool: BlockPool) -> None:
+    """Every row gets all of its blocks, and none is there twice: no block was lost."""
+    blocks, _ = pool.reach(0, np.full(pool.num_rows, pool.max_length))
+    assert len(set(blocks.tolist())) == len(blocks)
+    assert blocks.max() < pool.spare_block
+
+
+def test_rows_begin_with_what_others_held_before() -> None:
+    """Another text, or the same words after other ones, is never taken for it; a text that goes on shares its beginning."""
+    pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
+    text = list(range(3 * BLOCK_TOKENS + 5))
+    write(pool, 0, 0, [float(token) for token in text])
+    pool.remember(0, text)
+    pool.release(0)
+    assert pool.num_bytes_held() == 0
+    assert pool.begin(1, text) == 3 * BLOCK_TOKENS
+    assert read(pool, 1, 3 * BLOCK_TOKENS) == text[: 3 * BLOCK_TOKENS]
+    assert pool.begin(2, text[: 2 * BLOCK_TOKENS] + [7] * 60) == 2 * BLOCK_TOKENS
+    assert pool.begin(3, text[BLOCK_TOKENS:]) == 0
+    assert pool.num_reused_tokens == 5 * BLOCK_TOKENS
+    assert pool.num_looked_up_tokens == len(text) + (2 * BLOCK_TOKENS + 60) + (2 * BLOCK_TOKENS + 5)
+    assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
+
+
+def test_what_is_forgotten_is_found_no_more_and_its_blocks_are_free() -> None:
+    """Rows that still hold such a block keep it."""
+    pool = BlockPool(BLOCK_SHAPES, 2, 400, torch.float32, max_cached_tokens=3 * BLOCK_TOKENS)
+    text = list(range(3 * BLOCK_TOKENS))
+    for _ in range(9):
+        write(pool, 0, 0, [float(token) for token in text])
+        pool.remember(0, text)
+        pool.forget()
+        assert pool.begin(1, text) == 0
+        assert read(pool, 0, len(text)) == text
+        pool.release(0)
+    check_blocks(pool)
+
+
+def test_what_was_used_longest_ago_is_forgotten_first_and_its_end_before_its_beginning() -> None:
+    pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
+    texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}
+    for name, text in texts.items():
+        write(pool, 0, 0, [float(name)] * len(text))
+        pool.remember(0, text)
+        pool.release(0)
+    assert [pool.begin(row, texts[row]) for row in (1, 2, 3)] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
+    for row in (1, 2, 3):
+        assert read(pool, row, BLOCK_TOKENS) == [float(row)] * BLOCK_TOKENS
+        pool.release(row)
+    check_blocks(pool)
+
+
+def test_memory_of_rows_that_left_goes_back() -> None:
+    pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
+    for row in range(8):
+        blocks, _ = pool.reach(row, np.array([2000]))
+        for cache in pool.caches:
+            cache[blocks] = 7
+    for row in range(8):
+        pool.release(row)
+    assert (
+        sum(int((cache != 0).sum()) for cache in pool.caches) <= FREE_BLOCKS * BLOCK_TOKENS * pool.bytes_per_token // 2
+    )

@@ -17,7 +17,6 @@ from speclen.v1 import generation_pb2 as pb
 
 CHUNKS = [pb.GenerateResponse(chunk=pb.GenerateChunk(text=text)) for text in ("naïve ", "😀", " end")]
 FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 
 
 @pytest.mark.parametrize(("encoding", "told"), [("ascii", "na\\xefve \\U0001f600 end"), ("utf-8", "naïve 😀 end")])
@@ -30,14 +29,19 @@ def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, e
     assert (tmp_path / "out").read_text(encoding) == told
 
 
-@needs_full
+def code_of_version(monkeypatch, out) -> int:
+    """Exit code of `speclen --version` that prints to this file."""
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 def test_a_full_disk_is_told_of_what_was_only_buffered(monkeypatch, capsys):
     with FULL.open("w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 2
+        assert code_of_version(monkeypatch, out) == 2
     assert capsys.readouterr().err.startswith("speclen: cannot write to standard output: No space left on device")
 
 
@@ -45,11 +49,8 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert (ended.value.code, capsys.readouterr().err) == (1, "")
+        assert code_of_version(monkeypatch, out) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_what_else_the_system_refuses_is_not_put_down_to_the_output(monkeypatch, capsys):

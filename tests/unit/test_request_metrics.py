@@ -5,7 +5,7 @@ from prometheus_client import generate_latest
 
 from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
-from tests.support.worker_page import worker_metrics
+from tests.support.control_parts import worker_metrics
 
 
 @pytest.fixture

@@ -83,11 +83,6 @@ def test_an_answer_that_the_model_may_end_is_whole_at_any_length():
     assert not request_of(track[0], (1,)).sampling_params.ignore_eos
 
 
-def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():
-    outcomes = asyncio.run(open_loop("127.0.0.1:1", arrivals([0.0, 0.1]), [(1,), (1,)], 5.0))
-    assert [outcome.error.partition(":")[0] for outcome in outcomes] == ["UNAVAILABLE"] * 2
-
-
 # Blocks.
 
 

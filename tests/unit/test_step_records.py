@@ -12,8 +12,8 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import engines, tiny_models
+from tests.support.control_parts import worker_metrics
 from tests.support.engines import Arms, Collected, RandomArms, finish, generate, make_engine, request
-from tests.support.worker_page import worker_metrics
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,11 +45,9 @@ MACHINES = {
     "host-bound": Machine(7.0, 4.0, 3.0, 0.8, 0.2),
     "mixed": Machine(4.0, 3.4, 13.0, 0.8, 0.5),
     "device-bound": Machine(1.0, 0.3, 10.0, 2.3, 0.4),
-    "host-bound, late drafts": Machine(7.0, 4.0, 3.0, 0.8, 0.2, late=True),
-    "mixed, late drafts": Machine(4.0, 3.4, 13.0, 0.8, 0.5, late=True),
-    "device-bound, late drafts": Machine(1.0, 0.3, 10.0, 2.3, 0.4, late=True),
-    "crossing": Machine(7.0, 0.4, 3.0, 3.0, 0.4),
 }
+MACHINES |= {f"{name}, late drafts": replace(machine, late=True) for name, machine in MACHINES.items()}
+MACHINES["crossing"] = Machine(7.0, 0.4, 3.0, 3.0, 0.4)
 
 
 class InFlight(NamedTuple):

@@ -1,0 +1,129 @@
+"""Simulated workers are the same for every policy, fair to the oracle; the step benchmark times full batches alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from speclen.bench.engine import step as step_benchmark
+from speclen.bench.engine.run import generate
+from speclen.bench.simulation.learner import Constant
+from speclen.bench.simulation.own_h200 import OwnH200
+from speclen.bench.simulation.play import best_arm, play
+from speclen.bench.simulation.policy import Job, run
+from speclen.bench.simulation.scenarios import SCENARIOS
+from speclen.bench.simulation.vllm_h200 import VllmH200
+from speclen.bench.spread import ratio, spread
+from speclen.cli.support.errors import UserError
+from speclen.records import Arm
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.models.loading import ModelPair, load_pair
+from tests.support import tiny_models
+
+WORLDS = [VllmH200, OwnH200]
+
+
+class Watcher(Constant):
+    """A constant arm. reports: of every worker."""
+
+    def __init__(self, arm):
+        super().__init__(arm)
+        self.reports = {}
+
+    def observe(self, records, worker):
+        self.reports.setdefault(worker, []).extend(records)
+
+
+class Oracle(Constant):
+    def __init__(self, world):
+        self.world = world
+
+    def arm_for(self, batch_size, worker):
+        return best_arm(self.world, batch_size)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_same_seed_gives_the_same_steps(world):
+    first, second = Watcher(Arm(2)), Watcher(Arm(2))
+    play(first, world(3, 5.0))
+    play(second, world(3, 5.0))
+    assert first.reports == second.reports
+    assert len(first.reports["worker-0"]) > 100
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_oracle_has_all_and_a_wrong_constant_less(world):
+    """Means over 20 s: what the oracle's requests happen to accept moves its score by less than 3 points."""
+    mine = world(1, 20.0)
+    assert play(Oracle(mine), mine).percent() == pytest.approx(100.0, abs=3.0)
+    assert play(Constant(Arm(0)), world(1, 20.0)).percent() < 75.0
+
+
+@pytest.mark.parametrize("name", ["acceptance", "slow-draft"])
+def test_the_oracle_follows_a_change(name):
+    (world,) = SCENARIOS[name].worlds(1, 60.0)
+    before = best_arm(world, 8)
+    assert play(Oracle(world), world).percent() == pytest.approx(100.0, abs=3.0)
+    (world,) = SCENARIOS[name].worlds(1, 60.0)
+    while world.now_s < 30.0:
+        world.step(before)
+    assert best_arm(world, 8) != before
+
+
+def test_a_faulty_worker_reports_more_often_that_all_was_accepted():
+    watcher = Watcher(Arm(3))
+    play(watcher, *SCENARIOS["liar"].worlds(1, 3.0), last_is_faulty=True)
+    honest, faulty = watcher.reports["worker-0"], watcher.reports["worker-3"]
+    assert len(faulty) > 10 * len(honest)
+    assert all(each.accepted_histogram[-1] == each.batch_size for each in faulty)
+    assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
+
+
+def test_a_learner_beats_a_wrong_profile():
+    adaptive, profile = (run(Job("never", policy, 3, 60.0)) for policy in ("adaptive", "profile"))
+    assert adaptive.whole > profile.whole + 5.0
+
+
+@pytest.fixture
+def pair(folders: tuple[str, str]) -> ModelPair:
+    return load_pair(*folders, "cpu", "float32")
+
+
+PROMPTS = [tuple(range(5, 17)), tuple(range(40, 52)), tuple(range(90, 102))]
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
+    engine = Engine(pair, EngineConfig(3, 4, backend="torch"), FixedArm(Arm(length)))
+    truth = tiny_models.build("llama")
+    assert generate(engine, PROMPTS, [20] * 3) == [tiny_models.greedy(truth, list(prompt), 20) for prompt in PROMPTS]
+    seconds, steps = step_benchmark.run(engine, PROMPTS, 20, length)
+    assert steps
+    assert seconds > max(record.latency_s for record in steps)
+    for record in steps:
+        assert (record.batch_size, record.arm.speculation_length) == (3, length)
+        assert not record.flags
+
+
+def test_ratios_are_taken_repeat_by_repeat() -> None:
+    """A repeat in which the machine was half as fast leaves each ratio as it was."""
+    assert ratio([200, 100], [100, 50]) == spread([2.0, 2.0])
+    figures = spread([3.0, 1.0, 2.0])
+    assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"batch_sizes": "0,1"}, "--batch-sizes '0,1'"),
+        ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
+        ({"new_tokens": 5000}, "over the models' 256"),
+        ({"draft": "none", "lengths": "2"}, "need a draft"),
+    ],
+)
+def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
+    defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
+    defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
+    defaults |= {"seed": 0, "backend": "torch", "as_json": False, "out": None}
+    with pytest.raises(UserError, match=reason):
+        step_benchmark.step(**(defaults | arguments))
