@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from speclen.records import Profile, ProfileCell
 from speclen.store.connection import Connection
@@ -17,13 +17,12 @@ from speclen.store.records import (
     DecisionRow,
     ProfileRow,
     ReportRow,
+    Row,
     StateRow,
     StoredState,
     WorkerRow,
 )
 from speclen.store.statements import PROFILES
-
-Row = TypeVar("Row", bound=NamedTuple)
 
 # Columns that hold 0 or 1.
 BOOLEANS = ("ngram", "previous_ngram", "is_best")

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from speclen.records import ContextKey, Limits, Profile
+
+Row = TypeVar("Row", bound=NamedTuple)
+
+
+def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
+    """A row with the attributes of its fields' names, each of the first source that has it. more: by name."""
+
+    def value(name: str) -> Any:
+        return more[name] if name in more else next(getattr(each, name) for each in sources if hasattr(each, name))
+
+    return row_class(*map(value, row_class._fields))
 
 
 class ContextRow(NamedTuple):

@@ -63,23 +63,19 @@ class Insert:
         waiting, start, refusals = list(rows), 0, []
         for size in BLOCKS:
             while len(waiting) - start >= size:
-                block = waiting[start : start + size]
-                try:
-                    connection.execute(self._statements[size], tuple(chain.from_iterable(block)))
-                except BAD_ROW_ERRORS as error:
-                    refusals += self._one_by_one(connection, block) if size > 1 else [f"{self.table}: {error}"]
+                refusals += self._insert(connection, waiting[start : start + size])
                 start += size
         return refusals
 
-    def _one_by_one(self, connection: Connection, block: Sequence[Sequence[Any]]) -> list[str]:
-        """A statement that fails changes nothing, so every row of the block can still be tried alone."""
-        refusals = []
-        for row in block:
-            try:
-                connection.execute(self._statements[1], tuple(row))
-            except BAD_ROW_ERRORS as error:
-                refusals.append(f"{self.table}: {error}")
-        return refusals
+    def _insert(self, connection: Connection, block: Sequence[Sequence[Any]]) -> list[str]:
+        """A statement that fails changes nothing, so every row of its block can still be tried alone."""
+        try:
+            connection.execute(self._statements[len(block)], tuple(chain.from_iterable(block)))
+        except BAD_ROW_ERRORS as error:
+            if len(block) == 1:
+                return [f"{self.table}: {error}"]
+            return [refusal for row in block for refusal in self._insert(connection, [row])]
+        return []
 
 
 PROFILES = Insert(

@@ -84,17 +84,12 @@ def _write_rows(connection: Connection, commit: Commit) -> list[str]:
 
 
 def _insert_all(connection: Connection, commit: Commit, *names: str) -> None:
-    for name in names:
-        refusals = _insert_newest(connection, commit, name)
-        if refusals:
-            raise RefusedError(f"the database refuses a row of {refusals[0]}")
+    if refusals := _insert_newest(connection, commit, *names):
+        raise RefusedError(f"the database refuses a row of {refusals[0]}")
 
 
 def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[str]:
-    refusals = []
-    for name in names:
-        refusals += statements.NEWEST[name].run(connection, getattr(commit, name))
-    return refusals
+    return [refusal for name in names for refusal in statements.NEWEST[name].run(connection, getattr(commit, name))]
 
 
 def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[str]:

@@ -37,10 +37,10 @@ class Keyring:
                 found = f"token:{expected.hex()[:16]}"
         return found if found is None or len(self._expected) > 1 else ""
 
-    def accepts(self, metadata: Any) -> bool:
-        """True if the metadata of a call holds one `authorization`, and that one of the tokens."""
-        given = [value for key, value in metadata or () if key == "authorization"]
-        return len(given) == 1 and self.caller(given[0]) is not None
+    def caller_in(self, headers: Any) -> str | None:
+        """The same of a call's headers, or gRPC's metadata, which have to hold one `authorization`."""
+        given = [value for name, value in headers or () if name in ("authorization", b"authorization")]
+        return self.caller(given[0]) if len(given) == 1 else None
 
 
 def as_expected(header: str | bytes) -> bytes:
@@ -97,15 +97,6 @@ class ServerSecurity:
             require_client_auth=client_ca is not None,
         )
 
-    def of_pages(self) -> dict[str, Any]:
-        """Arguments for prometheus_client to serve its page under the same certificates; empty without TLS."""
-        pages: dict[str, Any] = {}
-        if self.tls_cert is not None and self.tls_key is not None:
-            pages = {"certfile": str(self.tls_cert), "keyfile": str(self.tls_key)}
-        if self.tls_client_ca is not None:
-            pages |= {"client_cafile": str(self.tls_client_ca), "client_auth_required": True}
-        return pages
-
     def interceptors(self) -> list[aio.ServerInterceptor]:
         """The token check, when there is a token. Raises ValueError."""
         keyring = self.keyring()
@@ -149,9 +140,9 @@ class TokenInterceptor(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         metadata, method = handler_call_details.invocation_metadata, handler_call_details.method.rpartition("/")[2]
-        if self._keyring.accepts(metadata):
+        if self._keyring.caller_in(metadata) is not None:
             return await continuation(handler_call_details)
-        if self._reading is None or not self._reading.accepts(metadata):
+        if self._reading is None or self._reading.caller_in(metadata) is None:
             return refusing(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
         if method.startswith(READING):
             return await continuation(handler_call_details)

@@ -59,9 +59,12 @@ class MetricsPage:
 def serve_page(address: str, registry: CollectorRegistry, security: ServerSecurity) -> MetricsPage:
     """Serve the page on HOST:PORT. Raises OSError when it cannot be used, ValueError for no address."""
     host, port = split_address(FLAG, address)
-    tls = security.of_pages()
+    files = {"certfile": security.tls_cert, "keyfile": security.tls_key, "client_cafile": security.tls_client_ca}
+    tls: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry, **tls)
+        server, thread = start_http_server(
+            port, addr=host, registry=registry, client_auth_required="client_cafile" in tls, **tls
+        )
     except OSError as error:
         raise OSError(f"cannot listen on {address}: {error.strerror}; choose another with {FLAG}") from error
     let_nobody_wait(server)

@@ -23,7 +23,7 @@ from speclen.store.queries import (
     stored_reports,
     workers,
 )
-from speclen.store.records import ContextRow
+from speclen.store.records import ContextRow, filled
 
 MAX_REPORTS = 200_000  # the newest that are read at once: as events they take about 2 kB of memory each
 
@@ -50,13 +50,11 @@ def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:
 def estimates_of(connection: Connection, context_id: int) -> list[ArmEstimate]:
     """The learned table of a context."""
     return [
-        ArmEstimate(
-            *(row.batch_min, row.batch_max, Arm(row.speculation_length, row.ngram), row.expected_tokens, row.step_s),
-            *(1e3 * row.step_s / row.expected_tokens, row.ms_per_token_low, row.ms_per_token_high),
-            num_steps=row.num_steps,
-            observed_step_s=row.observed_step_s,
-            source=row.source,
-            is_best=row.is_best,
+        filled(
+            ArmEstimate,
+            row,
+            arm=Arm(row.speculation_length, row.ngram),
+            ms_per_token=1e3 * row.step_s / row.expected_tokens,
         )
         for row in arm_estimates(connection, context_id)
     ]

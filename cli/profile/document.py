@@ -15,7 +15,6 @@ from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile
 from speclen.store.queries import contexts, stored_profiles
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.stats import ProfileSamples
 
 FORMAT, VERSION = "speclen-profile", 1
 
@@ -57,16 +56,6 @@ class ProfileDocument:
             num_survival_rows=self.profile.num_survival_rows,
             source=self.profile.source[:256],
         )
-
-
-def from_samples(context: ContextKey, samples: ProfileSamples, source: str, details: dict[str, Any]) -> ProfileDocument:
-    """A profile that was measured just now."""
-    return ProfileDocument(
-        context=context,
-        profile=samples.result()._replace(source=source),
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        details=details | {"elapsed_s": round(samples.elapsed_s, 1), "largest_batch_size": samples.largest_batch_size},
-    )
 
 
 def read_document(path: Path) -> ProfileDocument:

@@ -6,10 +6,11 @@ import hashlib
 import json
 import re
 from dataclasses import asdict
+from datetime import UTC, datetime
 
 import typer
 
-from speclen.cli.profile.document import ProfileDocument, from_samples
+from speclen.cli.profile.document import ProfileDocument
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.progress import LiveLine
@@ -51,8 +52,10 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
     if not samples.steps:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
     say_what_is_missing(settings, samples, len(samples.steps))
-    details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
-    return from_samples(context, samples, source, details)
+    measured = {"elapsed_s": round(samples.elapsed_s, 1), "largest_batch_size": samples.largest_batch_size}
+    details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance(), **measured}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return ProfileDocument(context, samples.result()._replace(source=source), now, details)
 
 
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:

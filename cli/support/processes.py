@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -96,7 +95,11 @@ class Child:
     def last_line(self) -> str:
         """The last line that this incarnation has logged, which names the cause when a process has ended by itself."""
         lines = self._logged().strip().splitlines()
-        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+        if not lines:
+            return "it printed nothing"
+        # Nobody can give the process a flag, but the variable of the same setting.
+        variable = f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment"
+        return lines[-1].removeprefix("speclen: ").replace("--move-corrupt-aside", variable)
 
     def _logged(self) -> str:
         """All that this incarnation has logged; "" if the file was deleted."""
@@ -106,14 +109,6 @@ class Child:
                 return log.read().decode("utf-8", errors="replace")
         except FileNotFoundError:
             return ""
-
-    def with_variables(self, sentence: str) -> str:
-        """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
-        return re.sub(
-            r"--move-corrupt-aside\b",
-            f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment",
-            sentence,
-        )
 
     def new_remarks(self) -> list[str]:
         """New whole lines of the process's log for the user, without log records and lines of its start.
@@ -133,7 +128,7 @@ class Child:
 
     def is_serving(self) -> bool:
         """True if it answers. Raises UserError when somebody else does, or it refuses our token."""
-        says_so = self.says_that_it_serves()
+        says_so = self.process is not None and f" serving on {self.address}" in self._logged()
         with self.client.channel(self.address) as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
@@ -151,10 +146,6 @@ class Child:
         hopeless = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         if error.code() in hopeless or (error.code() is grpc.StatusCode.UNAVAILABLE and says_so):
             raise UserError(self.client.explain(error, self.kind, self.address))
-
-    def says_that_it_serves(self) -> bool:
-        """True if this process has said so in its log."""
-        return self.process is not None and f" serving on {self.address}" in self._logged()
 
     def wait_until_serving(self, timeout_s: float = math.inf, say: Callable[[str], None] = lambda remark: None) -> None:
         """Pass on its remarks until it serves: loading or downloading a large model takes as long as it takes.

@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +84,29 @@ def up(
     if (config := context.find_root().params.get("config")) is not None:
         os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())  # for the children, too
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
-    run = Run(data_dir, places, secrets.token_hex(8), client)
-    run_here(run, arguments(options), demo, once)
+    run_here(places, data_dir, client, arguments(options), demo, once)
 
 
-def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
+def run_here(places: Places, data_dir: Path, client: Client, options: list[str], demo: bool, once: bool) -> None:
     """Run the children until Ctrl-C, or until the end of the demonstration. options: arguments of every worker."""
     end_as_by_ctrl_c()
-    children = [run.controller(), *run.workers(options)]
+    children = children_of(places, data_dir, client, options)
     try:
         with LiveLine() as line:
-            start_all(children, run.data_dir, line.show if demo else say)
-        database = database_of(run.places.controller, run.client)
+            start_all(children, data_dir, line.show if demo else say)
+        database = database_of(places.controller, client)
         if demo:
-            run_demo(run.places.workers, database, run.client)
+            run_demo(places.workers, database, client)
         if once:
             print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)
         else:
-            commands = next_commands(database) if demo else first_commands(run.places.workers[0], database)
-            print_addresses(run.places, run.data_dir, commands)
+            commands = next_commands(database) if demo else first_commands(places.workers[0], database)
+            print_addresses(places, data_dir, commands)
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
     except OSError as error:
-        raise UserError(f"--data-dir {run.data_dir} cannot be used: {error.strerror or error}") from error
+        raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
     finally:
         stop_all(children, timeout_s=40.0)
 
@@ -173,35 +171,23 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One controller and its workers. They know the run's name, and refuse servers of another run."""
+def children_of(places: Places, data_dir: Path, client: Client, options: list[str]) -> list[Child]:
+    """One controller, then its workers. They know the name of their run, and refuse servers of another.
 
-    data_dir: Path
-    places: Places
-    run_id: str
-    client: Client
+    options: arguments of every worker.
+    """
+    run_id = secrets.token_hex(8)
 
-    def controller(self) -> Child:
-        arguments = ["controller", "--listen", self.places.controller, "--data-dir", str(self.data_dir)]
-        return self._child("controller", arguments, self.places.controller)
+    def child(name: str, address: str, *settings: str) -> Child:
+        log_file = data_dir / f"{name.replace(' ', '-')}.log"
+        arguments = [name.partition(" ")[0], "--listen", address, *settings, "--run-id", run_id]
+        return Child(name, arguments, address, log_file, run_id=run_id, client=client)
 
-    def workers(self, options: list[str]) -> list[Child]:
-        fronts = self.places.fronts or [""] * len(self.places.workers)
-        return [
-            self._child(
-                f"worker {index}",
-                ["worker", "--listen", address, "--http-listen", front]
-                + ["--controller", self.places.controller, *options],
-                address,
-            )
-            for index, (address, front) in enumerate(zip(self.places.workers, fronts, strict=True))
-        ]
-
-    def _child(self, name: str, arguments: list[str], address: str) -> Child:
-        log_file = self.data_dir / f"{name.replace(' ', '-')}.log"
-        arguments = [*arguments, "--run-id", self.run_id]
-        return Child(name, arguments, address, log_file, run_id=self.run_id, client=self.client)
+    pairs = zip(places.workers, places.fronts or [""] * len(places.workers), strict=True)
+    return [child("controller", places.controller, "--data-dir", str(data_dir))] + [
+        child(f"worker {at}", address, "--http-listen", front, "--controller", places.controller, *options)
+        for at, (address, front) in enumerate(pairs)
+    ]
 
 
 def supervise(children: list[Child]) -> None:

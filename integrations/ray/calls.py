@@ -76,7 +76,7 @@ def check_token(keyring: Keyring | None, outer: Any, insecure: bool) -> None:
 
     Without tokens every call is refused, unless insecure: Ray's gRPC proxy always listens to other machines.
     """
-    if insecure if keyring is None else keyring.accepts(outer.invocation_metadata()):
+    if insecure if keyring is None else keyring.caller_in(outer.invocation_metadata()) is not None:
         return
     words = "send the metadata `authorization: Bearer TOKEN`"
     if keyring is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from speclen.integrations.vllm.timing import NEAR
 from speclen.records import Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.table import ArmTable
 
-MIN_SAMPLES = 20  # of a batch size or a neighbour, and usable ones of all sizes, before the controller's length is used
-FLAGGED = 0.1  # samples that a step with flags counts for: where requests arrive all the time, most steps have prompts
+MIN_SAMPLES = 20  # of a batch size or one near it, before the controller's length is used there
+NEAR = 2  # sizes within one in so many tell of each other
+FLAGGED = 0.3  # samples that a step with flags counts for: where requests arrive all the time, most steps have prompts
 
 
 class CautiousLengths:
@@ -22,19 +22,17 @@ class CautiousLengths:
     def __init__(self, configured: ArmTable, fast: Set[int] = frozenset()) -> None:
         self.configured = configured
         self.fast = fast
-        self._num_usable = 0
         self._samples = [0.0] * len(configured.arms)  # by batch size, those of neighbours included
 
     def note(self, step: StepRecord) -> None:
         """Count a reported step."""
-        self._num_usable += not step.flags
         reach = max(1, step.batch_size // NEAR)
         for size in range(max(1, step.batch_size - reach), min(step.batch_size + reach, len(self._samples) - 1) + 1):
             self._samples[size] += FLAGGED if step.flags else 1.0
 
     def choice(self, batch_size: int, wanted: ArmChoice) -> ArmChoice:
         """The choice to use in place of the controller's. Probes are followed, since evidence begins with them."""
-        if not wanted.probe_id and min(self._samples[batch_size], self._num_usable) < MIN_SAMPLES:
+        if not wanted.probe_id and self._samples[batch_size] < MIN_SAMPLES:
             return ArmChoice(self.configured.arms[batch_size])
         length = wanted.arm.speculation_length
         if not self.fast or length in self.fast:

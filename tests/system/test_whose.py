@@ -119,12 +119,12 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
 
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
     from speclen.cli.up.places import Places
-    from speclen.cli.up.up import Run
+    from speclen.cli.up.up import children_of
 
     host, port = "127.0.0.1", two_free_ports()
     places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
     assert places.fronts == [f"{host}:{port}", f"{host}:{port + 1}"]
-    commands = [worker.arguments for worker in Run(tmp_path, places, "run", Client()).workers([])]
+    commands = [child.arguments for child in children_of(places, tmp_path, Client(), [])[1:]]
     assert [command[command.index("--http-listen") + 1] for command in commands] == places.fronts
     with socket.create_server((host, port + 1)), pytest.raises(UserError, match="another with --http-listen"):
         Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speclen.integrations.vllm.context import check_config, fast_lengths, traits_of
-from speclen.integrations.vllm.lengths import MIN_SAMPLES, CautiousLengths
+from speclen.integrations.vllm.lengths import FLAGGED, MIN_SAMPLES, CautiousLengths
 from speclen.records import Arm, Choice, Limits, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.table import ArmTable
@@ -71,8 +71,8 @@ CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(6
 WANTED = ArmChoice(Arm(1), decision_version=4)
 
 
-def noted(batch_size: int, num_steps: int, *flags: StepFlag, lengths: CautiousLengths | None = None) -> CautiousLengths:
-    lengths = lengths or CautiousLengths(CONFIGURED)
+def noted(batch_size: int, num_steps: int, *flags: StepFlag) -> CautiousLengths:
+    lengths = CautiousLengths(CONFIGURED)
     for _ in range(num_steps):
         lengths.note(StepRecord(0, batch_size, Arm(5), 0.01, (batch_size, 0, 0, 0, 0, 0), flags=frozenset(flags)))
     return lengths
@@ -83,23 +83,19 @@ def followed(lengths: CautiousLengths) -> list[int]:
     return [size for size in range(1, 65) if lengths.choice(size, WANTED) == WANTED]
 
 
-def test_the_configured_length_holds_until_a_size_or_its_neighbour_has_samples():
+def test_the_configured_length_holds_until_a_size_or_one_near_it_has_samples():
     assert followed(noted(4, MIN_SAMPLES - 1)) == []
-    assert followed(noted(4, MIN_SAMPLES)) == [3, 4, 5]
+    assert followed(noted(4, MIN_SAMPLES)) == [2, 3, 4, 5, 6]
     assert followed(noted(1, MIN_SAMPLES)) == [1, 2]
-    assert followed(noted(32, MIN_SAMPLES)) == [*range(28, 37)]
-    assert followed(noted(64, MIN_SAMPLES)) == [*range(56, 65)]
+    assert followed(noted(32, MIN_SAMPLES)) == [*range(16, 49)]
+    assert followed(noted(64, MIN_SAMPLES)) == [*range(32, 65)]
     before = noted(4, MIN_SAMPLES).choice(9, WANTED)
     assert before == ArmChoice(Arm(3)), "of no table of the controller's"
 
 
-def test_flagged_steps_are_no_evidence_by_themselves():
-    assert followed(noted(4, 1000, StepFlag.OVERLAP)) == []
-
-
-def test_a_size_whose_steps_nearly_all_have_prompts_follows_the_controller_too():
-    lengths = noted(32, 11 * MIN_SAMPLES, StepFlag.PREFILL)
-    assert followed(noted(4, MIN_SAMPLES, lengths=lengths)) == [3, 4, 5, *range(28, 37)]
+def test_flagged_steps_count_for_less():
+    assert followed(noted(4, int(MIN_SAMPLES / FLAGGED), StepFlag.PREFILL)) == []
+    assert followed(noted(4, int(MIN_SAMPLES / FLAGGED) + 1, StepFlag.PREFILL)) == [2, 3, 4, 5, 6]
 
 
 def test_probes_are_followed_from_the_first_step():

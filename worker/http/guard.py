@@ -66,8 +66,7 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         if self._keyring is None:
             return
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        caller = self._keyring.caller(given[0]) if len(given) == 1 else None
+        caller = self._keyring.caller_in(scope["headers"])
         if caller is None:
             raise UnauthenticatedError("send the header `Authorization: Bearer API_KEY` with the right key")
         scope[CALLER] = caller

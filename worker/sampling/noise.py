@@ -7,7 +7,8 @@ import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-CACHED = 8192  # numbers computed at a time on a CPU
+_HALF = (1 << 32) - 1
+CACHED = 32768  # numbers computed at a time on a CPU, even: pieces stay in its cache
 
 
 def make_key(seed: int, index: int) -> int:
@@ -20,17 +21,18 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     """Exp(1) variates [rows, columns, vocab_size], float32, positive. keys: [rows]; positions: [rows, columns]; int64.
 
     Entry (r, c, v) is a function of keys[r], positions[r, c] and v: splitmix64's finaliser (Steele, Lea and Flood 2014)
-    on a counter, 53 bits of which make a uniform variate u. The value is -log(1 - u), which is fine-grained for the small
-    values that win a race.
+    on a counter gives two neighbouring entries 32 bits each, which make a uniform variate u. The value is -log(1 - u), which
+    is fine-grained for the small values that win a race.
     """
     if keys.device.type == "cpu":
         every = np.broadcast_to(keys.numpy()[:, None], positions.shape).ravel()
         on_host = exponential_on_host(every, positions.numpy().ravel(), vocab_size)
         return torch.from_numpy(on_host).unflatten(0, tuple(positions.shape))
     rows = _mix_tensor(keys[:, None] + positions * _signed(_GOLDEN))
-    counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
+    counters = torch.arange(1, (vocab_size + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN)
     bits = _mix_tensor(rows[:, :, None] + counters)
-    uniform = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
+    halves = torch.stack([bits & _HALF, _shift(bits, 32)], dim=-1).flatten(-2)[..., :vocab_size]
+    uniform = (halves.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
 
 
@@ -42,18 +44,18 @@ def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int
     golden, found = np.uint64(_GOLDEN), np.empty((len(keys), vocab_size), np.float32)
     rows = _mix_array(keys.astype(np.uint64) + positions.astype(np.uint64) * golden)
     num_rows, num_tokens = max(1, CACHED // vocab_size), min(vocab_size, CACHED)
-    counters = np.arange(1, vocab_size + 1, dtype=np.uint64) * golden
+    counters = np.arange(1, (vocab_size + 1) // 2 + 1, dtype=np.uint64) * golden
     for row in range(0, len(rows), num_rows):
         for token in range(0, vocab_size, num_tokens):
-            bits = _mix_array(rows[row : row + num_rows, None] + counters[token : token + num_tokens])
-            bits >>= np.uint64(11)
-            uniform = bits.astype(np.float32)
+            into = found[row : row + num_rows, token : token + num_tokens]
+            bits = _mix_array(rows[row : row + num_rows, None] + counters[token // 2 : (token + num_tokens + 1) // 2])
+            uniform = bits.astype("<u8", copy=False).view("<u4")[:, : into.shape[1]].astype(np.float32)
             uniform += np.float32(0.5)
-            uniform *= np.float32(2.0**-53)
+            uniform *= np.float32(2.0**-32)
             np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
             np.negative(uniform, out=uniform)
             np.log1p(uniform, out=uniform)
-            np.negative(uniform, out=found[row : row + num_rows, token : token + num_tokens])
+            np.negative(uniform, out=into)
     return found
 
 

@@ -159,8 +159,7 @@ def caller_of(context: Context, keyring: Keyring | None = None) -> str:
     names = context.peer_identities()
     if names:
         return b",".join(names).decode("utf-8", errors="replace")
-    given = [value for key, value in context.invocation_metadata() or () if key == "authorization"] if keyring else []
-    if keyring is not None and given and (holder := keyring.caller(given[0])):
+    if keyring is not None and (holder := keyring.caller_in(context.invocation_metadata())):
         return holder
     peer = context.peer()
     kind, _, _ = peer.partition(":")

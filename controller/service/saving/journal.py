@@ -34,6 +34,7 @@ from speclen.store.records import (
     StateRow,
     StoreEventRow,
     WorkerRow,
+    filled,
 )
 
 log = structlog.get_logger()
@@ -116,9 +117,7 @@ class Journal:
         if not worker.waiting:
             worker.noted_at = worker.last_seen_at
             unsaved = self._of(worker.context)
-            unsaved.workers[worker.worker_id] = rows.filled(
-                WorkerRow, worker, worker.seqs, worker.limits, worker.context
-            )
+            unsaved.workers[worker.worker_id] = filled(WorkerRow, worker, worker.seqs, worker.limits, worker.context)
             unsaved.marks[worker.worker_id] = worker, worker.epoch, worker.seqs.settled_seq
 
     def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
@@ -152,7 +151,7 @@ class Journal:
 
     def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
         more = {"after_group_id": after_group_id, "detected_at": self.clock()}
-        self._of(context).drift_events.append(rows.filled(DriftEventRow, event, context, **more))
+        self._of(context).drift_events.append(filled(DriftEventRow, event, context, **more))
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
@@ -218,7 +217,7 @@ class Journal:
         now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
         return Commit(
             contexts=[
-                rows.filled(
+                filled(
                     ContextRow,
                     *(each, each.key, each.limits),
                     decision_version=estimator.table(each.key).version,

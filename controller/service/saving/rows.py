@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
-
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.records import Decision, Limits
-from speclen.store.records import AcceptanceRow, ArmEstimateRow, DecisionRow, WorkerRow
-
-Row = TypeVar("Row", bound=NamedTuple)
-
-
-def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
-    """A row with the attributes of its fields' names, each of the first source that has it. more: by name."""
-
-    def value(name: str) -> Any:
-        return more[name] if name in more else next(getattr(each, name) for each in sources if hasattr(each, name))
-
-    return row_class(*map(value, row_class._fields))
+from speclen.store.records import AcceptanceRow, ArmEstimateRow, DecisionRow, WorkerRow, filled
 
 
 def worker_of(row: WorkerRow, context: Context) -> Worker:
