@@ -22,10 +22,9 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.cli.profile.analysis import analyse, analysis_json
+from speclen.cli.profile.analysis import analyse, analysis_json, show
 from speclen.cli.profile.document import ProfileDocument, read_document, write_document
 from speclen.cli.profile.measuring import measure
-from speclen.cli.profile.show import show
 from speclen.cli.support.machine import provenance
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair

@@ -213,7 +213,7 @@ CREATE TABLE drift_events (
   -- isolated from the others.
   drift_event_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
-  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance', 'worker', 'reset')),
+  factor TEXT NOT NULL CHECK (factor IN ('acceptance', 'worker', 'reset')),
   statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
   detail TEXT NOT NULL,
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),

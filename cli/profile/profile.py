@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from speclen.cli.profile.analysis import analyse, analysis_json
+from speclen.cli.profile.analysis import plot as draw
+from speclen.cli.profile.analysis import show as show_tables
 from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
 from speclen.cli.profile.importing import check_same_context, find_destination
-from speclen.cli.profile.show import plot as draw
-from speclen.cli.profile.show import show as show_tables
 from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DATABASE
 from speclen.cli.support.errors import say, user_errors, wrapped

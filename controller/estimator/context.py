@@ -126,7 +126,8 @@ class Context:
         worker.num_reports += len(records)
         worker.last_seen = self.num_reports
         estimates = self.groups[name].estimates or self.estimate(name)
-        events = [self._acceptance_changed(*change) for change in tokens.add(records, estimates.ratios)]
+        forgot, changes = tokens.add(records, estimates.ratios)
+        events = [self._acceptance_changed(*change) for change in changes]
         self.traffic.count(records, self.grid.range_of)
         if usable := [record for record in records if not record.flags]:
             self._learn_times(worker, times, estimates, usable)
@@ -137,7 +138,7 @@ class Context:
         group = self.groups[name]
         group.pending += len(records)
         group.num_learned += len(records)
-        return (self.solve(name) if events or group.is_due else []), events
+        return (self.solve(name) if forgot or events or group.is_due else []), events
 
     def _acceptance_changed(self, kind: int, statistic: float) -> DriftEvent:
         name = RequestClass(kind).name.lower().replace("_", "-")

@@ -47,8 +47,9 @@ class Estimates:
         ngram, length = np.divmod(base, num_lengths)
         difference = self.gradient[at] - self.gradient[at, ngram, length][:, None, None]
         surface = ((difference @ self.solution.covariance) * difference).sum(axis=-1)
-        tokens: np.ndarray = contrast_variance(self.ratios, ngram, length, by_steps)[..., :num_lengths]
-        return surface + self._residual_variance(self.place[at], self.place[at, ngram, length]) + tokens
+        tokens = contrast_variance(self.ratios, ngram, length, by_steps)
+        variance: np.ndarray = surface + self._residual_variance(self.place[at], self.place[at, ngram, length]) + tokens
+        return variance
 
     def _residual_variance(self, place: np.ndarray, base: np.ndarray) -> np.ndarray:
         """Of rho of cells relative to that of others. place: [n, 2, lengths], base: [n]."""
@@ -92,9 +93,8 @@ def estimates_of(
     level: float,
 ) -> Estimates:
     """Step times and tokens of every arm at every range of sizes. solution: by this evidence; level: of all sizes."""
-    here = slice(grid.num_lengths)  # other contexts of the pair may have longer lengths
     values = (ratios.steps, ratios.drafted, ratios.verified)
-    steps, drafted, verified = (np.einsum("rc,cnl->rnl", load.mix, each[..., here]) for each in values)
+    steps, drafted, verified = (np.einsum("rc,cnl->rnl", load.mix, each) for each in values)
     drafted, verified = np.minimum(drafted / steps, 1.0), verified / steps  # of a sequence in a step
     batch = np.broadcast_to(grid.sizes[:, None, None].astype(float), grid.shape)
     lengths = np.broadcast_to(np.arange(grid.num_lengths, dtype=float), grid.shape)

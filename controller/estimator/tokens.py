@@ -94,15 +94,18 @@ class TokenEvidence:
             values = getattr(self, name)
             setattr(self, name, np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, more)]))
 
-    def add(self, records: Sequence[StepRecord], ratios: Ratios) -> list[tuple[int, float]]:
-        """Learn from steps; returns (class, statistic) of detected changes, after which little is remembered."""
-        changes = self._add_histograms(records, ratios)
-        for record in records:
-            for output in record.evaluations:
-                changes += self._add_output(output, ratios)
-        return changes
+    def add(self, records: Sequence[StepRecord], ratios: Ratios) -> tuple[bool, list[tuple[int, float]]]:
+        """Learn from steps. Returns True where something was forgotten, and (class, statistic) of changed outputs.
 
-    def _add_histograms(self, records: Sequence[StepRecord], ratios: Ratios) -> list[tuple[int, float]]:
+        Histograms change with the requests under way: easy and hard ones stay so for many steps. Outputs are independent.
+        """
+        forgot = self._add_histograms(records, ratios)
+        changes = [
+            change for record in records for output in record.evaluations for change in self._add_output(output, ratios)
+        ]
+        return forgot or bool(changes), changes
+
+    def _add_histograms(self, records: Sequence[StepRecord], ratios: Ratios) -> bool:
         sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by class and length
         for record in records:
             length = record.arm.speculation_length
@@ -112,7 +115,7 @@ class TokenEvidence:
                 known = sums.get((kind, length))
                 sums[kind, length] = histogram if known is None else tuple(map(add, known, histogram))
         if not any(map(any, sums.values())):
-            return []
+            return False
         reached, passed = np.zeros((2, *self.reached.shape))
         for (kind, length), histogram in sums.items():
             runs = list(accumulate(reversed(histogram)))[::-1]  # sequences with at least 0, 1, ... accepted tokens
@@ -130,7 +133,7 @@ class TokenEvidence:
         ]
         self.reached += reached
         self.passed += passed
-        return changes
+        return bool(changes)
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
         kind, values = output.request_class, _by_arm(output, self.steps.shape[2])

@@ -76,7 +76,7 @@ class ControllerCollector:
         yield FAMILIES.gauge("streams", "StreamReports calls open", len(self.streams.open))
         yield FAMILIES.counter("decisions", "Changes of the arm in use", totals.num_decisions)
         yield FAMILIES.counter("probes", "Exploratory arms handed out", totals.num_probes)
-        drift = {(factor,): totals.drift[factor] for factor in ("latency", "acceptance", "reset", "worker")}
+        drift = {(factor,): totals.drift[factor] for factor in ("acceptance", "reset", "worker")}
         yield FAMILIES.counters("drift_events", "Times something was forgotten", ["factor"], drift)
         isolated = {(str(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
         words = "Outlier workers, isolated from the others of their context"

@@ -247,7 +247,7 @@ class Decision(NamedTuple):
 
 
 class DriftEvent(NamedTuple):
-    """A change that was detected. factor: "latency", "acceptance", "worker" (isolated or rejoined), "reset"."""
+    """A change that was detected. factor: "acceptance", "worker" (isolated or rejoined), "reset"."""
 
     context: ContextKey
     factor: str

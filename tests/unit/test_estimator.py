@@ -9,7 +9,19 @@ import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator, Outcome
-from speclen.records import Arm, ContextKey, Decision, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
+from speclen.records import (
+    Arm,
+    ContextKey,
+    Decision,
+    DriftEvent,
+    Limits,
+    OutputEvaluation,
+    Probe,
+    Profile,
+    ProfileCell,
+    StepFlag,
+    StepRecord,
+)
 from tests.support.world import World
 
 KEY = ContextKey("target", "draft", "cpu:test", "float32")
@@ -352,3 +364,23 @@ def test_a_context_that_starts_anew_forgets_what_it_learned_and_goes_on() -> Non
     worker.serve(4, 400)
     assert worker.estimator.table(KEY).version > version
     assert worker.shortfall(4) < 0.03
+
+
+def test_outputs_that_change_are_an_event_and_hard_requests_in_a_row_are_not():
+    worker = Worker(made())
+    events: list[DriftEvent] = []
+
+    def serve(num_steps: int, num_plain_steps: int) -> None:
+        """Decode with some outputs evaluated. num_plain_steps: with drafts, there are half as many."""
+        drafting = (num_plain_steps // 2,) * 8
+        evaluation = OutputEvaluation(0, 60, 60, (num_plain_steps, *drafting), (0, *drafting), (60,) * 9)
+        for _ in range(num_steps):
+            step = worker.step(4, 3)._replace(evaluations=(evaluation,))
+            events.extend(worker.estimator.observe(KEY, [step], worker.name).drift_events)
+
+    for acceptance in (0.9, 0.3) * 4:
+        worker.world = World(acceptance)
+        serve(60, 60)
+    assert not events
+    serve(60, 20)
+    assert {event.factor for event in events} == {"acceptance"}
