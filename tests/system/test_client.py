@@ -1,11 +1,18 @@
-"""One configuration reaches every server: with TLS and token on, our own verbs speak with our own servers."""
+"""One configuration reaches every server, with TLS and token on; clients that ping stay connected."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from speclen.cli.app import with_client_defaults
 from speclen.cli.profile.importing import find_destination
@@ -13,7 +20,10 @@ from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child
 from speclen.cli.support.whose import check_controller, identity
+from speclen.controller.service import assembly as controller
+from speclen.transport import aio
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
+from speclen.worker.service import server as worker
 from tests.support.addresses import free_address
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.control_fakes import running_controller
@@ -156,3 +166,33 @@ def test_a_container_can_ask_for_health(guarded):
     refused = subprocess.run([*probe, guarded.address], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "if it has TLS, give --ca" in refused.stderr
+
+
+PINGS_OFTEN = [
+    ("grpc.keepalive_time_ms", 1000),  # gRPC pings no more often
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)  # a connection
+
+
+def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
+    """By default the third ping, after three seconds, ends a connection."""
+    with contextlib.ExitStack() as ending:
+        servicer, watches, states = health.HealthServicer(), [], []
+        for options in (aio.SERVER_OPTIONS, worker.OPTIONS, controller.OPTIONS):
+            server = grpc.server(ThreadPoolExecutor(2), options=options)
+            health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+            address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            server.start()
+            ending.callback(server.stop, None)
+            silent = ending.enter_context(grpc.insecure_channel(address, PINGS_OFTEN))
+            idle = ending.enter_context(grpc.insecure_channel(address, [*PINGS_OFTEN, OF_ITS_OWN]))
+            grpc.channel_ready_future(idle).result(10)
+            idle.subscribe(states.append)
+            watches.append(health_pb2_grpc.HealthStub(silent).Watch(health_pb2.HealthCheckRequest()))
+            next(watches[-1])
+        time.sleep(3.3)
+        servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+        assert states == [grpc.ChannelConnectivity.READY] * 3, "none was cut off"
