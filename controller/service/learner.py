@@ -129,7 +129,7 @@ class Learner:
         self._note(outcome.decisions, outcome.drift_events)
 
     def _note(self, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
-        """Count, keep and apply what changed, which may concern other contexts of the pair."""
+        """Count, keep and apply what changed."""
         self.totals.num_decisions += len(decisions)
         for decision in decisions:
             self._tables.pop(decision.context, None)

@@ -80,7 +80,7 @@ class Limits(NamedTuple):
 
 
 class ContextKey(NamedTuple):
-    """Identity of the hardware and models that step times depend on; accepted tokens depend on `pair` alone."""
+    """Identity of the hardware and models that step times depend on; `pair`: the models alone."""
 
     target: str
     draft: str

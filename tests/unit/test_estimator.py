@@ -316,7 +316,7 @@ def test_what_is_unknown_is_refused() -> None:
 
 
 def test_contexts_of_one_pair_may_have_other_limits():
-    """A context with shorter lengths than another of its pair raised from the shapes of what they share."""
+    """A context with shorter lengths than another of its pair once raised from the shapes of what they shared."""
     estimator = Estimator()
     short, long = (ContextKey("target", "draft", device, "float32") for device in ("small", "large"))
     estimator.add_context(short, Limits(8, 2))
