@@ -29,7 +29,9 @@ from speclen.records import NUM_CLASSES, Arm, OutputEvaluation, StepFlag, StepRe
 PREFILL_S = 0.004
 SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
 NUM_TEXTS = 250  # drawn per world; requests take any of them
-EVALUATED = 0.5  # share of outputs that the worker has time to evaluate
+import os
+EVALUATED = float(os.environ.get("EVAL","0.5"))  # share of outputs that the worker has time to evaluate
+NG = float(os.environ.get("NG","0"))
 PROMPT_TOKENS = 100
 
 
@@ -189,10 +191,16 @@ class OwnH200:
         self.now_s += seconds
         self._at += tokens
         ended = (self._at >= self.outputs.num_tokens[self._text]).nonzero()[0]
-        seen = [at for at in ended.tolist() if self._rng.random() < EVALUATED]
-        evaluations = tuple(self.outputs.evaluations[self._text[at]] for at in seen)
+        dice = self._rng.random(len(ended)) if os.environ.get("SAME") is None else self._rng.random(len(ended))
+        evaluations = tuple(self.outputs.evaluations[self._text[at]] for at, d in zip(ended.tolist(), dice) if d < EVALUATED)
+        evaluations += tuple(_short(self.outputs.evaluations[self._text[at]]) for at, d in zip(ended.tolist(), dice) if EVALUATED <= d < EVALUATED + NG)
         self._text[ended], self._at[ended] = self._requests.integers(NUM_TEXTS, size=len(ended)), 0
         self._new = len(ended)
         if self._place() != self._burst_and_stage:
             self._begin()
         return evaluations
+
+
+def _short(e):
+    h = len(e.num_steps) // 2
+    return e._replace(num_steps=(e.num_steps[0], e.num_steps[h]), num_drafted_steps=(0, 0), num_verified_tokens=(e.num_verified_tokens[0], e.num_verified_tokens[h]))
