@@ -125,7 +125,7 @@ def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
 def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | str, elapsed_s: float) -> list[str]:
     """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`.
 
-    Blank where that was no answer, or of an earlier life of the worker: its counters began anew.
+    Blank where that was no answer, or of an earlier incarnation of the worker: its counters began anew.
     """
     if isinstance(before, str) or before.worker != info.worker or elapsed_s <= 0:
         return ["", "", ""]
