@@ -2,8 +2,9 @@
 
 The arm with the most expected tokens per second is in use; it stays until another one is better by STAYS. Probes try the
 arm whose score plus OPTIMISM standard deviations is largest, of those that steps of the arm can reduce, when the seconds
-that it is expected to lose have been earned. Kinds of arms (n-grams or not, draft model or not) that a size has not run
-for RETRIED steps come first. Policies that do not learn, for `controller --policy`, have their table from the start.
+that it is expected to lose have been earned. An arm of a kind (n-grams or not, draft model or not) that a size has not run
+for RETRIED steps may be better by UNSEEN than expected. Policies that do not learn, for `controller --policy`, have their
+table from the start.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ EARNED = 0.01  # seconds of probes per second of steps
 CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
 FIRST_AFTER, PER_STEP = 8.0, 0.1  # steps after which something is done anew: at first, more per step that was seen
 MOST_GAP = 120.0  # steps between probes of a size
-# Steps at a size after which a kind of arm is tried again. No formula foresees a cliff: 16 sequences with n-grams took 73 ms
-# where 53 were expected of plain steps, which took 33.
-RETRIED = 1000.0
+# Error of a log step time that no formula foresees, and steps at a size after which a kind of arm is tried again. From
+# n-gram steps of 16 sequences, which took 73 ms, 53 ms were expected of plain ones, which took 33 on that CPU.
+UNSEEN, RETRIED = 0.5, 1000.0
 COLD_LENGTH = 2
 
 
@@ -126,7 +127,9 @@ class Selection:
         score = estimates.score[at].reshape(-1)
         value = score - score[self.arms[at]]
         variance = estimates.variance(np.array([at]), self.arms[[at]], by_steps=True).reshape(-1)
-        optimistic = np.where(self._candidates(at, allowed), value + OPTIMISM * np.sqrt(variance), -np.inf)
+        hope = OPTIMISM * np.sqrt(variance) + UNSEEN * self._untried(at)
+        optimistic = np.where((self.allowed & allowed).reshape(-1), value + hope, -np.inf)
+        optimistic[self.arms[at]] = -np.inf
         place = int(optimistic.argmax())
         ngram, length = divmod(place, self.allowed.shape[1])
         step_s = estimates.step_s(at, ngram, length)
@@ -138,16 +141,13 @@ class Selection:
         self.tried[at, ngram, int(length > 0)] = self.steps[at]
         return place
 
-    def _candidates(self, at: int, allowed: np.ndarray) -> np.ndarray:
-        """Arms that may be tried at a range of sizes: of kinds that it has long not run, if there are any, [places]."""
-        ngram, length = divmod(int(self.arms[at]), self.allowed.shape[1])
+    def _untried(self, at: int) -> np.ndarray:
+        """True for arms of a kind that a range of sizes has not run for long, [places]."""
+        lengths = self.allowed.shape[1]
+        ngram, length = divmod(int(self.arms[at]), lengths)
         self.tried[at, ngram, int(length > 0)] = self.steps[at]
-        candidates = self.allowed & allowed
-        candidates[ngram, length] = False
-        kinds = self.steps[at] - self.tried[at] >= RETRIED
-        due = candidates & kinds[:, np.minimum(np.arange(self.allowed.shape[1]), 1)]
-        found: np.ndarray = (due if due.any() else candidates).reshape(-1)
-        return found
+        untried = self.steps[at] - self.tried[at] >= RETRIED
+        return np.repeat(untried, [1, lengths - 1], axis=1).reshape(-1)
 
 
 def check_policy(name: str) -> str:
