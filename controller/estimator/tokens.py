@@ -76,7 +76,8 @@ class TokenEvidence:
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
         by_arm = (NUM_CLASSES, 2, max_length + 1)
-        shapes = [(NUM_CLASSES, max_length)] * 2 + [(NUM_CLASSES,)] * 2 + [by_arm] * 3 + [(NUM_CLASSES, 4), (2, NUM_CLASSES, 2)]
+        shapes = [(NUM_CLASSES, max_length)] * 2 + [(NUM_CLASSES,)] * 2 + [by_arm] * 3
+        shapes += [(NUM_CLASSES, 4), (2, NUM_CLASSES, 2)]
         return cls(*(np.zeros(shape) for shape in shapes))
 
     @property
@@ -138,13 +139,13 @@ class TokenEvidence:
         return bool(changes)
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
-        kind, fade, whole = output.request_class, np.exp(-1.0 / OUTPUT_MEMORY), output.num_output_tokens / output.num_tokens
-        values, has_ngrams = _by_arm(output)
+        kind, fade = output.request_class, np.exp(-1.0 / OUTPUT_MEMORY)
+        whole, (values, has_ngrams) = output.num_output_tokens / output.num_tokens, _by_arm(output)
         if has_ngrams:
             alone = (1.0, output.num_output_tokens, *(whole * values[::2, 1, 0]))
             self.ngrams[kind] = self.ngrams[kind] * fade + alone
         if values.shape[2] < min(self.steps.shape[2], 2):
-            return []  # it says nothing of the draft model
+            return []  # nothing of the draft model
         values = values[:, :, np.minimum(np.arange(self.steps.shape[2]), values.shape[2] - 1)]
         z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / OUTPUT_SD
         changes = self._detect(1, kind, z) if self.outputs[kind] > 8 else []
@@ -169,7 +170,7 @@ class TokenEvidence:
 
 
 def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
-    """Steps, steps with a draft, and verified tokens of every arm, [3, 2, lengths], and if n-grams are among them."""
+    """Steps, steps with a draft, and verified tokens, [3, 2, lengths that were evaluated]; True if with n-grams, too."""
     half = len(output.num_steps) // 2
     # The arm in the middle never drafts only if it is n-gram alone: then the second half are arms with n-grams.
     has_ngrams = len(output.num_steps) == 2 * half and not output.num_drafted_steps[half]
@@ -206,18 +207,18 @@ def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unsee
     reach = np.append(1.0, np.cumprod(everyone))[: len(everyone)]
     trials = total["reached"].sum(axis=0) + tokens.sum() * reach
     speed = -np.log(known["steps"].min(axis=(1, 2)))
-    return Ratios(accepted, trials, **known, outputs=float(max(total["outputs"].sum(), total["ngrams"][:, 0].sum())), log_speed=speed)
+    outputs = max(float(total["outputs"].sum()), float(total["ngrams"][:, 0].sum()))
+    return Ratios(accepted, trials, **known, outputs=outputs, log_speed=speed)
 
 
 def _follow_ngrams(known: dict[str, np.ndarray], ngrams: np.ndarray) -> None:
     """Let arms with n-grams follow n-grams alone, which more outputs were evaluated for."""
-    _, tokens, *sums = ngrams.T
-    factors = []
-    for name, of_ngrams in zip(("steps", "verified"), sums, strict=True):
-        before = known[name][:, 1:, :1]
-        factors.append(_shrunk(of_ngrams[:, None, None], tokens, before) / before)
-    for name, factor in zip(("steps", "drafted", "verified"), (factors[0], *factors), strict=True):
-        known[name][:, 1:] *= factor
+    _, tokens, steps, verified = ngrams.T
+    for sums, names in ((steps, ("steps", "drafted")), (verified, ("verified",))):
+        before = known[names[0]][:, 1:, :1]
+        factor = _shrunk(sums[:, None, None], tokens, before) / before
+        for name in names:
+            known[name][:, 1:] *= factor
 
 
 def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray) -> np.ndarray:

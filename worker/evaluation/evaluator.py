@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speclen.records import Limits, OutputEvaluation
+from speclen.records import NGRAMS_ALONE, Limits, OutputEvaluation
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows
 from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
 from speclen.worker.requests.sequence import SequenceState
@@ -38,7 +38,6 @@ MIN_TOKENS = 8  # of an output: fewer are not worth their time
 MAX_EVALUATED = 1024  # tokens of an output
 FIRST_TOKENS = 64  # while the time of a token is unknown
 PACE_FORGETS = 0.9  # factor on that time when it forbids an evaluation, in case it was an outlier
-NGRAMS_ALONE = Limits(1, 0, ngram=True)
 SIZES = 32  # of passes: multiples of so many tokens
 MAX_LOGITS = 2**22  # numbers of one pass, 16 MB
 MAX_TOKENS = 8192  # prompt and output: longer ones would delay others
@@ -98,9 +97,14 @@ class Evaluator:
         if not ended:
             return ()
         output_s = self._time_of_one(len(ended))
-        whole = self._one_of(self._drawn(ended, self._wholes, share * output_s), step_s, on_start)
-        others = self._drawn(ended, self._ngrams, NGRAM_SHARE * output_s) if self._limits.ngram and not whole else []
-        return whole + tuple(one for row in others for one in self._timed(self._ngrams, self._ngrams_of, row))
+        drawn = self._drawn(ended, self._wholes, share * output_s)
+        row = self._random.choice(drawn) if drawn else None
+        found = self._whole(row, step_s, on_start) if row is not None else ()
+        others = self._drawn(ended, self._ngrams, NGRAM_SHARE * output_s) if self._limits.ngram else []
+        for other in others:
+            if other is not row or not found:
+                found += self._timed(self._ngrams, self._ngrams_of, other)
+        return found
 
     @property
     def num_evaluated(self) -> int:
@@ -112,13 +116,8 @@ class Evaluator:
         chance = affordable_s / max(spent.mean_s, 1e-9)
         return [row for row in ended if self._random.random() < chance] if spent.may_go_on() else []
 
-    def _one_of(
-        self, drawn: list[SequenceState], step_s: float, on_start: Callable[[], None]
-    ) -> tuple[OutputEvaluation, ...]:
-        """Evaluate one of the outputs for every arm."""
-        if not drawn:
-            return ()
-        row = self._random.choice(drawn)
+    def _whole(self, row: SequenceState, step_s: float, on_start: Callable[[], None]) -> tuple[OutputEvaluation, ...]:
+        """Evaluate an output for every arm, if there is time."""
         window = self._window(row, max(MAX_S, step_s))
         if window is None:
             self._token_s = {model: PACE_FORGETS * token_s for model, token_s in self._token_s.items()}
@@ -126,9 +125,7 @@ class Evaluator:
         on_start()
         return self._timed(self._wholes, self._evaluate, row, *window)
 
-    def _timed(
-        self, spent: Spent, evaluate: Callable[..., OutputEvaluation], *of: Any
-    ) -> tuple[OutputEvaluation, ...]:
+    def _timed(self, spent: Spent, evaluate: Callable[..., OutputEvaluation], *of: Any) -> tuple[OutputEvaluation, ...]:
         started = time.perf_counter()
         try:
             evaluation = evaluate(*of)
