@@ -129,7 +129,7 @@ def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluatio
 
 @lru_cache
 def _numbers_of_arms(limits: Limits) -> tuple[int, ...]:
-    """How many arms an output may be evaluated for."""
+    """Numbers of arms that an output may be evaluated for."""
     return len(limits.arms()), *([len(NGRAMS_ALONE.arms())] if limits.ngram else [])
 
 
