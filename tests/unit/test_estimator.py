@@ -160,6 +160,20 @@ def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     assert worker.shortfall(4) < 0.03, "it seeds and never overrides"
 
 
+def test_plain_steps_that_no_formula_expects_to_be_fast_are_found() -> None:
+    """As on a CPU that prepares every operation anew where the number of tokens changes."""
+    worker = Worker(made(), acceptance=0.5)
+    worker.distort = lambda step: (
+        step._replace(latency_s=step.latency_s * 0.45)
+        if step.batch_size == 16 and not step.arm.speculation_length
+        else step
+    )
+    for batch_size in (1, 4, 1, 4):
+        worker.serve(batch_size, 200)
+    worker.serve(16, 400)
+    assert worker.chosen(16) == 0 != worker.chosen(4)
+
+
 def test_arms_that_are_level_do_not_take_turns() -> None:
     """Draft passes that cost what their tokens win: every length has nearly the same goodput."""
     worker = Worker(made(), acceptance=0.6)
