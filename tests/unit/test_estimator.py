@@ -400,3 +400,23 @@ def test_outputs_that_change_are_an_event_and_hard_requests_in_a_row_are_not():
     assert not events
     serve(60, 20)
     assert {event.factor for event in events} == {"acceptance"}
+
+
+def test_outputs_evaluated_for_n_grams_alone_tell_of_all_arms_with_n_grams():
+    estimator, arms = made(limits=Limits(4, 2, ngram=True)), Limits(4, 2, ngram=True).arms()
+    whole = OutputEvaluation(
+        0, 100, 100, (100, 60, 50, 50, 40, 35), (0, 60, 50, 0, 20, 15), (100, 120, 150, 150, 140, 140)
+    )
+    alone = OutputEvaluation(0, 100, 100, (100, 80), (0, 0), (100, 200))
+    tokens = []
+    for evaluation in (whole, alone):
+        for seq in range(40):
+            step = StepRecord(seq, 2, Arm(0), 0.02, (2,), 100.0, evaluations=(evaluation,), num_verified_tokens=2)
+            estimator.observe(KEY, [step], "w")
+        of_arm = {row.arm: row.expected_tokens for row in estimator.rows(KEY) if row.batch_min == 2}
+        tokens.append([of_arm[arm] for arm in arms])
+    (plain, one, _, ngram, *_), (later_plain, later_one, _, later_ngram, later_both, _) = tokens
+    assert ngram == pytest.approx(2.0, abs=0.1)
+    assert later_ngram == pytest.approx(1.54, abs=0.1), "half of the outputs"
+    assert later_both < 2.2
+    assert (later_plain, later_one) == pytest.approx((plain, one), abs=0.02)

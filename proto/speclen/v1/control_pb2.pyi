@@ -425,7 +425,8 @@ Global___StepReport: typing_extensions.TypeAlias = StepReport
 @typing.final
 class OutputEvaluation(google.protobuf.message.Message):
     """Steps that every arm would have taken through one finished output: outputs do not depend on the drafting.
-    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams.
+    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams; or plain
+    decoding and n-grams alone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
