@@ -305,6 +305,13 @@ def test_flagged_steps_are_no_samples_of_time() -> None:
     assert not any(row.num_steps for row in worker.estimator.rows(KEY))
 
 
+def test_the_table_expects_the_times_of_each_range() -> None:
+    worker = Worker(made())
+    worker.serve(4, 40)
+    expected = [row.ms_per_token for row in worker.estimator.rows(KEY) if row.is_best]
+    assert [choice.ms_per_token for choice in worker.estimator.table(KEY).choices] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("policy", "length"), [("none", 0), ("fixed:3", 3), ("profile", 8)])
 def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -> None:
     worker = Worker(made(policy))
