@@ -36,7 +36,7 @@ from speclen.records import Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
 MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 4000
-NUM_BLOCKS = 40  # of 16 tokens: too few for the longest requests at once
+NUM_BLOCKS = 32  # of 16 tokens: too few for the longest requests at once
 
 
 @dataclass
