@@ -117,9 +117,8 @@ def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
         for name in verb:
             given = given.setdefault(name, {})
         given |= {name: of_all[name] for name in names if name in of_all and name not in given}
-        if verb in (("generate",), ("top",)) and isinstance(given.get("worker"), str):
-            workers = given["worker"].replace(",", " ").split()
-            given["worker"] = workers if verb == ("top",) else ",".join(workers)  # `top` takes the flag several times
+        if verb == ("top",) and isinstance(given.get("worker"), str):  # the one verb that takes several
+            given["worker"] = given["worker"].replace(",", " ").split()
     return defaults
 
 
