@@ -85,7 +85,7 @@ def settings_from(path: Path, group: SpeclenGroup, ctx: typer.Context) -> dict[s
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the configuration file {path}: {error.strerror}") from error
+        raise UserError(f"the configuration file {path} cannot be read ({error.strerror}): name another") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the configuration file {path} is not valid TOML: {error}") from error
     defaults: dict[str, Any] = {}
