@@ -146,7 +146,8 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if len(names) > 1:
         numbered = "; ".join(f"{number}: {name}" for number, name in names.items())
         raise UserError(f"an engine's table is of one context: give the number of one with --context: {numbered}")
-    ngram = [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
+    used = merged(Range(row["batch_min"], row["batch_max"], row["ngram"]) for row in rows if row["is_best"])
+    ngram = [f"{each.low}-{each.high}" for each in used if each.length]
     (name,) = names.values()
     notes = [f"the lengths in use in {name}"]
     if ngram:

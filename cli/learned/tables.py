@@ -24,7 +24,8 @@ from speclen.store.queries import view_rows
 Row = dict[str, Any]
 
 NOTHING = (
-    "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
+    "Nothing is learned yet: start a worker, send it a request and wait two seconds, or import a profile with "
+    "`speclen profile import`."
 )
 CONTEXT = typer.Option("", help="Number of a context, or part of names; default: all.")
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown

@@ -101,7 +101,7 @@ def run_here(places: Places, data_dir: Path, client: Client, options: list[str],
             commands = [*learned_commands(database), "up --target MODEL --draft MODEL"]
             print(f"\nAll stopped. What was learned stays in {database}:\n\n{in_lines(commands)}\n", flush=True)
         else:
-            generate = f'generate "def fibonacci(n):" --worker {places.workers[0]}'
+            generate = f'generate "def read_file(path):" --worker {places.workers[0]}'
             print_addresses(places, data_dir, in_lines([generate, *learned_commands(database)[: 1 + demo]]))
             supervise(children)
     except KeyboardInterrupt:
