@@ -85,7 +85,7 @@ def settings_from(path: Path, group: SpeclenGroup, ctx: typer.Context) -> dict[s
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the configuration file {path}: {error.strerror}") from error
+        raise UserError(f"the configuration file {path} cannot be read ({error.strerror}): name another") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the configuration file {path} is not valid TOML: {error}") from error
     defaults: dict[str, Any] = {}
@@ -117,9 +117,8 @@ def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
         for name in verb:
             given = given.setdefault(name, {})
         given |= {name: of_all[name] for name in names if name in of_all and name not in given}
-        if verb in (("generate",), ("top",)) and isinstance(given.get("worker"), str):
-            workers = given["worker"].replace(",", " ").split()
-            given["worker"] = workers if verb == ("top",) else ",".join(workers)  # `top` takes the flag several times
+        if verb == ("top",) and isinstance(given.get("worker"), str):  # the one verb that takes several
+            given["worker"] = given["worker"].replace(",", " ").split()
     return defaults
 
 

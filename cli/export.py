@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from speclen.cli.learned.tables import Row, rows_of
+from speclen.cli.learned.tables import CONTEXT, Row, rows_of
 from speclen.cli.support.database import DB_OPTION
 from speclen.cli.support.errors import UserError, user_errors, wrapped
 from speclen.cli.support.files import write_whole
@@ -111,7 +111,7 @@ FORMATS = ("json", *WRITERS)
 def export(
     file: Path | None = typer.Argument(None, help="File to write; standard output if left out."),
     db: Path = DB_OPTION,
-    context: str = typer.Option("", help="Only contexts whose name contains this."),
+    context: str = CONTEXT,
     table_format: Annotated[
         str, typer.Option("--format", help=f"{', '.join(FORMATS)}: every arm's estimates, or an engine's table.")
     ] = "json",
@@ -140,16 +140,19 @@ def export(
 def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]]:
     """The best lengths in one context, and what the format cannot hold. Raises UserError."""
     rows = rows_of(db, "learned_table", context)
-    names = sorted({row["context"] for row in rows})
+    names = {row["context_id"]: row["context"] for row in rows}
     if not names:
         raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
     if len(names) > 1:
-        raise UserError(f"--context {context!r} matches several contexts: name one of {'; '.join(names)}")
-    ngram = [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
-    notes = [f"the lengths in use in {names[0]}"]
+        numbered = "; ".join(f"{number}: {name}" for number, name in names.items())
+        raise UserError(f"an engine's table is of one context: give the number of one with --context: {numbered}")
+    used = merged(Range(row["batch_min"], row["batch_max"], row["ngram"]) for row in rows if row["is_best"])
+    ngram = [f"{each.low}-{each.high}" for each in used if each.length]
+    (name,) = names.values()
+    notes = [f"the lengths in use in {name}"]
     if ngram:
         notes = [
-            f"the best lengths in {names[0]}",
+            f"the best lengths in {name}",
             f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the lengths there are the best without",
         ]
     with user_errors():

@@ -55,7 +55,7 @@ def generate(
 ) -> None:
     """Send one prompt to a worker and print what it generates.
 
-    Example: speclen generate "def fibonacci(n):" --max-tokens 64
+    Example: speclen generate "def read_file(path):" --max-tokens 64
     """
     sampling = pb.SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, n=n, max_tokens=max_tokens, stop=map(utf8, stop)

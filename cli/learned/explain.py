@@ -23,7 +23,7 @@ from speclen.store.queries import acceptance, contexts, view_rows
 def explain(
     batch: int = typer.Option(..., "--batch", min=1, help="Batch size to explain."),
     context: str = typer.Option(
-        "", help="Number of the context, or part of its name; may be left out if there is one."
+        "", help="Number of a context, or part of its name; default: the one that changed last."
     ),
     db: Path = DB_OPTION,
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),

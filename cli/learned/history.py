@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from operator import attrgetter
 
+from speclen.cli.learned.tables import is_meant
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
@@ -29,16 +30,12 @@ MAX_REPORTS = 200_000  # the newest that are read at once: as events they take a
 
 
 def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:
-    """The context whose id is, or whose name contains, the text. UserError if there is none, or more than one.
-
-    Digits alone are an id: the hashes in names may hold any.
-    """
+    """The context that is meant; without text, the one that changed last. UserError if there is none, or more than one."""
     if not known:
         raise UserError("the database holds no context yet: start a worker with this controller first")
-    if text.isdecimal():
-        found = [row for row in known if text == str(row.context_id)]
-    else:
-        found = [row for row in known if text in str(row.key)]
+    if not text:
+        return max(known, key=attrgetter("updated_at"))
+    found = [row for row in known if is_meant(text, row.context_id, str(row.key))]
     names = "; ".join(f"{row.context_id}: {row.key}" for row in known)
     if not found:
         raise UserError(f"no context is called {text!r}; known are {names}")

@@ -24,8 +24,10 @@ from speclen.store.queries import view_rows
 Row = dict[str, Any]
 
 NOTHING = (
-    "Nothing is learned yet: start a worker and send it a request, or import a profile with `speclen profile import`."
+    "Nothing is learned yet: start a worker, send it a request and wait two seconds, or import a profile with "
+    "`speclen profile import`."
 )
+CONTEXT = typer.Option("", help="Number of a context, or part of names; default: all.")
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
 ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
@@ -33,7 +35,7 @@ DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints
 
 def tables(
     db: Path = DB_OPTION,
-    context: str = typer.Option("", help="Only contexts whose name contains this."),
+    context: str = CONTEXT,
     watch: bool = typer.Option(False, "--watch", help="Refresh in place until Ctrl-C."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates with --watch."),
     as_json: bool = typer.Option(False, "--json", help="Print the same as JSON: the rows of the view choices."),
@@ -69,14 +71,19 @@ def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:
 
 
 def rows_of(db: Path, view: str, context: str) -> list[Row]:
-    """Rows of a view whose context contains the text. Raises UserError if there are contexts, but no such."""
+    """Rows of a view, of the contexts that are meant. Raises UserError if there are contexts, but no such."""
     with reading(db) as connection:
         rows = view_rows(connection, view)
-    found = [row for row in rows if context in row["context"]]
+    found = [row for row in rows if is_meant(context, row["context_id"], row["context"])]
     if rows and not found:
-        names = "; ".join(sorted({row["context"] for row in rows}))
-        raise UserError(f"no context contains {context!r}; known are: {names}")
+        names = "; ".join(dict.fromkeys(f"{row['context_id']}: {row['context']}" for row in rows))
+        raise UserError(f"no context is called {context!r}; known are {names}")
     return found
+
+
+def is_meant(text: str, context_id: int, name: str) -> bool:
+    """True if the text is part of the context's name. Digits alone are its number: hashes in names may hold any."""
+    return text == str(context_id) if text.isdecimal() else text in name
 
 
 def learned_parts(db: Path, context: str) -> list[RenderableType]:

@@ -100,11 +100,10 @@ def client_from(settings: dict[str, Any]) -> Client:
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:
-    """True if anything takes connections there; of several addresses, at any."""
-    for each in address.split(","):
-        with contextlib.suppress(OSError, ValueError):
-            socket.create_connection(split_address("--worker", each.strip()), timeout_s).close()
-            return True
+    """True if anything takes connections there."""
+    with contextlib.suppress(OSError, ValueError):
+        socket.create_connection(split_address("--worker", address), timeout_s).close()
+        return True
     return False
 
 

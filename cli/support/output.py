@@ -43,8 +43,7 @@ def printing() -> Iterator[None]:
         io.BufferedWriter(Output(number, "w", closefd=False)),
         usual.encoding,
         "backslashreplace",
-        line_buffering=usual.line_buffering,
-        write_through=usual.write_through,
+        line_buffering=usual.line_buffering or usual.write_through,  # or PYTHONUNBUFFERED, as in containers
     )
     try:
         yield

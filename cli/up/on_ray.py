@@ -48,7 +48,7 @@ workers     {config.workers} behind  127.0.0.1:{port}    http  {http_listen}
 database    {config.data_dir / "speclen.db"}    Ctrl-C ends all
 
 In another terminal:
-  speclen generate "def fibonacci(n):" --worker 127.0.0.1:{port}{f" --token-file {token}" if token else ""}
+  speclen generate "def read_file(path):" --worker 127.0.0.1:{port}{f" --token-file {token}" if token else ""}
   speclen tables --db {shlex.quote(str(config.data_dir / "speclen.db"))}
 """,
         flush=True,

@@ -98,10 +98,11 @@ def run_here(places: Places, data_dir: Path, client: Client, options: list[str],
         if demo:
             run_demo(places.workers, database, client)
         if once:
-            print(f"\nAll stopped. What was learned stays in {database}:\n\n{next_commands(database)}\n", flush=True)
+            commands = [*learned_commands(database), "up --target MODEL --draft MODEL"]
+            print(f"\nAll stopped. What was learned stays in {database}:\n\n{in_lines(commands)}\n", flush=True)
         else:
-            commands = next_commands(database) if demo else first_commands(places.workers[0], database)
-            print_addresses(places, data_dir, commands)
+            generate = f'generate "def read_file(path):" --worker {places.workers[0]}'
+            print_addresses(places, data_dir, in_lines([generate, *learned_commands(database)[: 1 + demo]]))
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
@@ -213,18 +214,14 @@ In another terminal:
     )
 
 
-def first_commands(worker: str, database: Path) -> str:
-    """Commands to try a system that serves."""
-    return f"""  {program()} generate "def fibonacci(n):" --worker {worker}
-  {program()} tables --db {shlex.quote(str(database))}"""
-
-
-def next_commands(database: Path) -> str:
-    """Commands to go on with after the demonstration; none needs a server."""
+def learned_commands(database: Path) -> list[str]:
+    """Commands that show what was learned, with a server or without; the second needs some steps to explain."""
     db = f"--db {shlex.quote(str(database))}"
-    return f"""  {program()} tables {db}
-  {program()} explain --batch 8 {db}
-  {program()} up --target MODEL --draft MODEL"""
+    return [f"tables {db}", f"explain --batch 8 {db}"]
+
+
+def in_lines(commands: list[str]) -> str:
+    return "\n".join(f"  {program()} {command}" for command in commands)
 
 
 def program() -> str:

@@ -90,7 +90,7 @@ def test_nothing_in_readme_is_left_untried():
 
 
 COMMANDS = [
-    'speclen generate "def fibonacci(n):" --max-tokens 64',
+    'speclen generate "def read_file(path):" --max-tokens 64',
     "speclen tables",
     "sqlite-utils rows .speclen/speclen.db choices --table",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,15 @@ def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, e
             print_stream(CHUNKS, as_json=False)
         assert sys.stdout is out
     assert (tmp_path / "out").read_text(encoding) == told
+
+
+def test_a_line_is_out_before_what_follows_on_stderr(tmp_path, monkeypatch):
+    """With PYTHONUNBUFFERED the statistics of `generate` came before the end of its text."""
+    with io.TextIOWrapper(io.FileIO(tmp_path / "out", "w"), write_through=True) as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with printing():
+            print("a line")
+            assert (tmp_path / "out").read_text() == "a line\n"
 
 
 def code_of_version(monkeypatch, out) -> int:

@@ -48,8 +48,9 @@ def test_json_is_the_rows_of_the_view(database):
 
 def test_contexts_can_be_picked(database):
     written(database, Commit(contexts=[context(2, "gpu")], arm_estimates=[estimate(context_id=2, is_best=True)]))
-    assert run("--db", str(database), "--context", "gpu").splitlines()[0] == "t + d on gpu, float32"
-    with pytest.raises(UserError, match=r"no context contains 'tpu'; known are: t \+ d on cpu:test, .*; t \+ d on gpu"):
+    for text in ("gpu", "2"):
+        assert run("--db", str(database), "--context", text).splitlines()[0] == "t + d on gpu, float32"
+    with pytest.raises(UserError, match=r"'tpu'; known are 1: t \+ d on cpu:test, .*; 2: t \+ d on gpu"):
         CliRunner().invoke(app, ["tables", "--db", str(database), "--context", "tpu"], catch_exceptions=False)
 
 
@@ -147,9 +148,10 @@ def test_bad_questions_get_a_sentence(tmp_path, arguments, words):
 
 
 def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
-    rows = tuple(context(number, target="t#5904bc", device=f"gpu-{number}") for number in (1, 2))
+    rows = tuple(context(number, "gpu", target=f"t#590{number}bc", updated_at=-number) for number in (1, 2))
     assert find_context(rows, "2") == rows[1]
-    assert find_context(rows, "gpu-1") == rows[0]
+    assert find_context(rows, "") == rows[0]  # which changed last
+    assert find_context(rows, "#5901") == rows[0]
     for text in ("9", "90"):
         with pytest.raises(UserError, match=f"no context is called '{text}'"):
             find_context(rows, text)
