@@ -90,7 +90,7 @@ class Child:
     def last_words(self) -> str:
         """Why it has ended: the signal that killed it, or what it said last."""
         code = self.exit_code
-        return self.last_line() if code is None or code >= 0 else f"ended by a signal: {signal.strsignal(-code)}"
+        return self.last_line() if code is None or code >= 0 else f"it was sent a signal: {signal.strsignal(-code)}"
 
     def last_line(self) -> str:
         """The last line that this incarnation has logged, which names the cause when a process has ended by itself."""

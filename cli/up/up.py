@@ -107,7 +107,10 @@ def run_here(places: Places, data_dir: Path, client: Client, options: list[str],
     except KeyboardInterrupt:
         say("\nstopping")
     except OSError as error:
-        raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise UserError(
+            f"--data-dir {data_dir} cannot be used: {reason}; name a folder that you may write to"
+        ) from error
     finally:
         stop_all(children, timeout_s=40.0)
 

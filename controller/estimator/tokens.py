@@ -199,7 +199,7 @@ def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unsee
     everyone = _accepted_by_all(total["reached"].sum(axis=0), total["passed"].sum(axis=0), unseen)
     accepted = (total["passed"] + SHRINKAGE * everyone) / (total["reached"] + SHRINKAGE)
     expected = 1.0 + np.pad(np.cumsum(np.cumprod(accepted, axis=1), axis=1), ((0, 0), (1, 0)))
-    steps = np.stack([1.0 / expected, UNSEEN_NGRAM / expected], axis=1)
+    steps = np.minimum(np.stack([1.0 / expected, UNSEEN_NGRAM / expected], axis=1), 1.0)
     lengths, tokens = np.arange(accepted.shape[1] + 1), total["tokens"]
     by_histograms = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
     known = {name: _shrunk(total[name], tokens, values) for name, values in by_histograms.items()}

@@ -94,7 +94,7 @@ def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
     one.start()
     one.process.send_signal(signal.SIGKILL)
     one.process.wait(30)
-    with pytest.raises(UserError, match="worker 0 did not start: ended by a signal: Killed"):
+    with pytest.raises(UserError, match="worker 0 did not start: it was sent a signal: Killed"):
         one.wait_until_serving(5)
     assert "earlier" not in one.last_line()
 

@@ -426,6 +426,8 @@ def test_outputs_evaluated_for_n_grams_alone_tell_of_all_arms_with_n_grams():
     )
     alone = OutputEvaluation(0, 100, 100, (100, 80), (0, 0), (100, 200))
     tokens = []
+    estimator.observe(KEY, [StepRecord(0, 2, Arm(0), 0.02, (2,), 100.0, num_verified_tokens=2)], "w")
+    assert min(row.expected_tokens for row in estimator.rows(KEY)) >= 1, "no step generates less"
     for evaluation in (whole, alone):
         for seq in range(40):
             step = StepRecord(seq, 2, Arm(0), 0.02, (2,), 100.0, evaluations=(evaluation,), num_verified_tokens=2)

@@ -144,5 +144,5 @@ def _reason(error: Exception) -> str:
     first, *others = [line.strip() for line in text.splitlines()]
     if others and first.endswith(":"):
         first = f"{first} {others[0]}"
-    first_line = re.sub(r"https?://\S+", "the hub", first)
+    first_line = re.sub(r"'?https?://\S+", "the hub", first)
     return first_line if len(first_line) <= 200 else first_line[:197] + "..."
