@@ -65,24 +65,19 @@ def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, vari
     assert scheduler.steering is None
 
 
-def other_version(monkeypatch):
-    fake_vllm.install(monkeypatch, "0.99.0")
-
-
-def without_a_field(monkeypatch):
-    monkeypatch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, "num_spec_tokens_to_schedule")
-
-
-def without_a_module(monkeypatch):
-    monkeypatch.delitem(sys.modules, "vllm.v1.outputs")
+FIELD = "num_spec_tokens_to_schedule"
 
 
 @pytest.mark.parametrize(
     ("change", "is_on", "words"),
     [
-        (other_version, True, "vLLM 0.99.0 was not tried"),
-        (without_a_field, False, "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule"),
-        (without_a_module, False, "vllm.v1.outputs"),
+        (lambda patch: fake_vllm.install(patch, "0.99.0"), True, "vLLM 0.99.0 was not tried"),
+        (
+            lambda patch: patch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, FIELD),
+            False,
+            f"vLLM 0.32.0 has no SchedulerOutput.{FIELD}",
+        ),
+        (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), False, "vllm.v1.outputs"),
     ],
 )
 def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):

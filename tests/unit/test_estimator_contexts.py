@@ -8,15 +8,8 @@ import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator, Outcome
-from speclen.records import (
-    Arm,
-    ContextKey,
-    Decision,
-    Limits,
-    Profile,
-    ProfileCell,
-    StepRecord,
-)
+from speclen.controller.estimator.workers import MOST_TRACKED
+from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 
 
@@ -66,6 +59,17 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
             worker.serve((1, 4, 8)[number % 3], 16)
     assert replay(estimator.events).decisions == estimator.made
     assert len(estimator.made) > 2
+
+
+def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
+    """Of those that are too many to be told apart as well: their evidence lies where a profile's would be put."""
+    estimator = made()
+    for number in range(MOST_TRACKED + 4):
+        Worker(estimator, f"worker-{number}").serve(4, GROUP)
+    before = [row.num_steps for row in estimator.rows(KEY)]
+    estimator.seed_profile(KEY, profile())
+    assert [row.num_steps for row in estimator.rows(KEY)] == before
+    assert sum(before) == GROUP * (MOST_TRACKED + 4)
 
 
 def test_a_widened_context_keeps_what_it_uses() -> None:

@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 
 from speclen.controller.estimator import Estimator
-from speclen.records import (
-    Arm,
-    ContextKey,
-    Decision,
-    DriftEvent,
-    Limits,
-    OutputEvaluation,
-    Probe,
-    StepFlag,
-    StepRecord,
-)
+from speclen.records import Arm, ContextKey, Decision, DriftEvent, Limits, OutputEvaluation, Probe, StepFlag, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 from tests.support.world import World
 

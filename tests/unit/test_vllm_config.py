@@ -21,28 +21,21 @@ from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.table import ArmTable
 from tests.support import fake_vllm
 
-
-@pytest.mark.parametrize("is_v2", [False, True])
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram"])
-def test_methods_with_lengths_are_taken(method, is_v2):
-    check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2))
-
-
+BOTH = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")
+V2_ALONE = ("ngram_gpu", "dspark")
 # Each asserts that it is asked for its one length, or has none: a choice would end vLLM.
+NEITHER = ("medusa", "suffix", "mlp_speculator", "custom_class", "extract_hidden_states", "new")
+
+
 @pytest.mark.parametrize("is_v2", [False, True])
-@pytest.mark.parametrize(
-    "method", ["medusa", "suffix", "mlp_speculator", "custom_class", "extract_hidden_states", "new"]
-)
-def test_methods_of_one_length_are_refused(method, is_v2):
+@pytest.mark.parametrize("method", [*BOTH, *V2_ALONE, *NEITHER])
+def test_methods_with_lengths_are_taken_and_those_of_one_length_refused(method, is_v2):
+    config = fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2)
+    if method in BOTH or (is_v2 and method in V2_ALONE):
+        check_config(config)
+        return
     with pytest.raises(ValueError, match=rf"the method '{method}' .*V{1 + is_v2}.*use one of draft_model, "):
-        check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2))
-
-
-@pytest.mark.parametrize("method", ["ngram_gpu", "dspark"])
-def test_some_methods_have_lengths_under_v2_alone(method):
-    check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=True))
-    with pytest.raises(ValueError, match=f"'{method}'"):
-        check_config(fake_vllm.config(speculative_config__method=method))
+        check_config(config)
 
 
 def test_nothing_beside_the_plugin_may_choose_lengths():
