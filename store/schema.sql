@@ -29,7 +29,7 @@ CREATE TABLE workers (
   epoch INTEGER NOT NULL CHECK (epoch >= 0),
   context_id INTEGER NOT NULL REFERENCES contexts,
   address TEXT NOT NULL,
-  policy TEXT NOT NULL,  -- its use of the table: adaptive, profile, fixed:4, none, n-gram, arms
+  policy TEXT NOT NULL,  -- adaptive follows the table; profile and arms (fixed:4, none, n-gram) do not
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),

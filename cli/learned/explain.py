@@ -39,18 +39,18 @@ def explain(
         estimates = estimates_of(connection, row.context_id)
         survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
         change = last_change(connection, row.context_id, batch)
-        arms = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
-    equal = {each["arm"] for each in arms if each["is_equal"] and each["batch_min"] <= batch <= each["batch_max"]}
+        learned = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
+    arms = {each["arm"]: each for each in learned if each["batch_min"] <= batch <= each["batch_max"]}
     with user_errors():
         explanation = explain_choice(str(row.key), estimates, batch, survival, change)
     if as_json:
-        print(json.dumps(document_of(explanation, equal)))
+        print(json.dumps(document_of(explanation, arms)))
     else:
-        show(explanation, equal)
+        show(explanation, arms)
 
 
-def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
-    """The explanation with the names of the view learned_table."""
+def document_of(explanation: Explanation, arms: dict[str, Any]) -> dict[str, Any]:
+    """The explanation with rows of the view learned_table. arms: these rows of the batch size, by arm."""
     change = explanation.last_change
     return {
         "context": explanation.context,
@@ -58,10 +58,7 @@ def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
         "arm": str(explanation.chosen.arm),
         "runner_up": explanation.runner_up and str(explanation.runner_up.arm),
         "survival": explanation.survival,
-        "rows": [
-            row._asdict() | row.arm._asdict() | {"arm": str(row.arm), "is_equal": str(row.arm) in equal}
-            for row in explanation.rows
-        ],
+        "rows": [arms[str(row.arm)] for row in explanation.rows],
         "last_change": change
         and {
             "previous_arm": change.previous_arm and str(change.previous_arm),
@@ -73,8 +70,8 @@ def document_of(explanation: Explanation, equal: set[str]) -> dict[str, Any]:
     }
 
 
-def show(explanation: Explanation, equal: set[str]) -> None:
-    """The reasons in words, then the figures of every arm."""
+def show(explanation: Explanation, arms: dict[str, Any]) -> None:
+    """The reasons in words, then the figures of every arm. arms: rows of the view learned_table by arm."""
     console = Console()
     console.print(Text(titles_of([explanation.context], console.width)[explanation.context], style="bold"))
     for sentence in in_words(explanation):
@@ -85,7 +82,7 @@ def show(explanation: Explanation, equal: set[str]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in explanation.rows:
         table.add_row(
-            f"{row.arm} {'*' if row.is_best else '=' if str(row.arm) in equal else ''}",
+            f"{row.arm} {'*' if row.is_best else '=' if arms[str(row.arm)]['is_equal'] else ''}",
             *(f"{row.expected_tokens:.2f}", short(1e3 * row.step_s), short(row.ms_per_token)),
             *(f"{short(row.ms_per_token_low)} to {short(row.ms_per_token_high)}", f"{row.num_steps:,}", row.source),
             style="bold" if row.is_best else None,

@@ -37,6 +37,8 @@ def top(
 ) -> None:
     """Watch workers: requests, throughput, acceptance and the arm in use by batch size.
 
+    `speclen tables` shows the same arms with their figures.
+
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
     client = client_from(security)
@@ -123,7 +125,7 @@ def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
 def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | str, elapsed_s: float) -> list[str]:
     """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`.
 
-    Blank where that was no answer, or of an earlier life of the worker: its counters began anew.
+    Blank where that was no answer, or of an earlier incarnation of the worker: its counters began anew.
     """
     if isinstance(before, str) or before.worker != info.worker or elapsed_s <= 0:
         return ["", "", ""]
@@ -139,8 +141,7 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
 
 
 def range_of(choice: control_pb2.BucketChoice) -> Row:
-    """The part of a row of the view choices that a worker knows."""
+    """The part of a row of the view choices that a worker knows: it has arms without their figures."""
     low, high = choice.batch_min, choice.batch_max
-    known = choice.ms_per_token if choice.HasField("ms_per_token") else None
     arm = str(Arm(choice.speculation_length, choice.ngram))
-    return {"batch_bucket": str(low) if low == high else f"{low}-{high}", "arm": arm, "ms_per_token": known}
+    return {"batch_bucket": str(low) if low == high else f"{low}-{high}", "arm": arm}

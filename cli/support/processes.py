@@ -62,7 +62,7 @@ class Child:
     pause_s: float = FIRST_PAUSE_S
     restart_at: float | None = None
     log_begin: int = 0
-    num_remarked: int = 0  # lines of this life's log
+    num_remarked: int = 0  # lines of the log since the start
     # The server at the address has to be of this run; empty: of any run.
     run_id: str = ""
     client: Client = field(default_factory=Client)

@@ -271,9 +271,10 @@ class Context:
         at = int(self.grid.range_of[min(batch_size, self.limits.max_batch_size)])
         allowed = np.zeros((2, self.grid.num_lengths), dtype=bool)
         allowed[: 1 + limits.ngram, : limits.max_speculation_length + 1] = True
-        place = group.selection.probe(at, group.estimates, allowed, num_steps)
+        low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
+        near = np.flatnonzero((self.grid.high >= low) & (self.grid.low <= high))
+        place = group.selection.probe(at, near, group.estimates, allowed, num_steps)
         if place is None:
             return None
         self.num_probes += 1
-        low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
         return self.num_probes, low, min(high, self.limits.max_batch_size), self.grid.arm(place)

@@ -31,7 +31,7 @@ UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 # after it fires.
 SLACK, THRESHOLD, LARGEST_Z, KEPT = 0.5, 9.0, 4.0, 0.05
 
-COUNTS = ("reached", "passed", "tokens", "outputs", "steps", "drafted", "verified")
+COUNTS = ("reached", "passed", "tokens", "outputs", "steps", "drafted", "verified", "ngrams")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,9 @@ class TokenEvidence:
     """Fading counts of one worker.
 
     reached, passed: sequences that reached and passed each draft position, [classes, positions]. outputs, tokens: of
-    finished outputs, [classes]; steps, drafted, verified: of these by arm, [classes, 2, lengths]. cusum: of histograms and
-    of outputs, [2, classes, 2].
+    finished outputs, [classes]; steps, drafted, verified: of these by arm, [classes, 2, lengths]. ngrams: of these and of
+    outputs that were evaluated for n-grams alone: outputs, tokens, and by n-grams alone steps and verified tokens,
+    [classes, 4]. cusum: of histograms and of outputs, [2, classes, 2].
     """
 
     reached: Array
@@ -68,13 +69,15 @@ class TokenEvidence:
     steps: Array
     drafted: Array
     verified: Array
+    ngrams: Array
     cusum: Array
 
     @classmethod
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
         by_arm = (NUM_CLASSES, 2, max_length + 1)
-        shapes = [(NUM_CLASSES, max_length)] * 2 + [(NUM_CLASSES,)] * 2 + [by_arm] * 3 + [(2, NUM_CLASSES, 2)]
+        shapes = [(NUM_CLASSES, max_length)] * 2 + [(NUM_CLASSES,)] * 2 + [by_arm] * 3
+        shapes += [(NUM_CLASSES, 4), (2, NUM_CLASSES, 2)]
         return cls(*(np.zeros(shape) for shape in shapes))
 
     @property
@@ -136,11 +139,16 @@ class TokenEvidence:
         return bool(changes)
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
-        kind, values = output.request_class, _by_arm(output, self.steps.shape[2])
+        kind, fade = output.request_class, np.exp(-1.0 / OUTPUT_MEMORY)
+        whole, (values, has_ngrams) = output.num_output_tokens / output.num_tokens, _by_arm(output)
+        if has_ngrams:
+            alone = (1.0, output.num_output_tokens, *(whole * values[::2, 1, 0]))
+            self.ngrams[kind] = self.ngrams[kind] * fade + alone
+        if values.shape[2] < min(self.steps.shape[2], 2):
+            return []  # nothing of the draft model
+        values = values[:, :, np.minimum(np.arange(self.steps.shape[2]), values.shape[2] - 1)]
         z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / OUTPUT_SD
         changes = self._detect(1, kind, z) if self.outputs[kind] > 8 else []
-        fade = np.exp(-1.0 / OUTPUT_MEMORY)
-        whole = output.num_output_tokens / output.num_tokens
         news = (output.num_output_tokens, 1.0, *(whole * values))
         for name, new in zip(("tokens", "outputs", "steps", "drafted", "verified"), news, strict=True):
             held = getattr(self, name)
@@ -161,16 +169,13 @@ class TokenEvidence:
         return [(kind, statistic)]
 
 
-def _by_arm(output: OutputEvaluation, num_lengths: int) -> np.ndarray:
-    """Steps, steps with a draft, and verified tokens of every arm, [3, 2, lengths]: the longest known one's beyond it."""
+def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
+    """Steps, steps with a draft, and verified tokens, [3, 2, lengths that were evaluated]; True if with n-grams, too."""
     half = len(output.num_steps) // 2
     # The arm in the middle never drafts only if it is n-gram alone: then the second half are arms with n-grams.
     has_ngrams = len(output.num_steps) == 2 * half and not output.num_drafted_steps[half]
     lists = np.array([output.num_steps, output.num_drafted_steps, output.num_verified_tokens], dtype=float)
-    known = lists.reshape(3, 2, half) if has_ngrams else np.stack([lists, lists], axis=1)
-    at = np.minimum(np.arange(num_lengths), known.shape[2] - 1)
-    values: np.ndarray = known[:, :, at]
-    return values
+    return lists.reshape(3, 2, half) if has_ngrams else np.stack([lists, lists], axis=1), has_ngrams
 
 
 def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.ndarray:
@@ -198,10 +203,22 @@ def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unsee
     lengths, tokens = np.arange(accepted.shape[1] + 1), total["tokens"]
     by_histograms = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
     known = {name: _shrunk(total[name], tokens, values) for name, values in by_histograms.items()}
+    _follow_ngrams(known, total["ngrams"])
     reach = np.append(1.0, np.cumprod(everyone))[: len(everyone)]
     trials = total["reached"].sum(axis=0) + tokens.sum() * reach
     speed = -np.log(known["steps"].min(axis=(1, 2)))
-    return Ratios(accepted, trials, **known, outputs=float(total["outputs"].sum()), log_speed=speed)
+    outputs = max(float(total["outputs"].sum()), float(total["ngrams"][:, 0].sum()))
+    return Ratios(accepted, trials, **known, outputs=outputs, log_speed=speed)
+
+
+def _follow_ngrams(known: dict[str, np.ndarray], ngrams: np.ndarray) -> None:
+    """Let arms with n-grams follow n-grams alone, which more outputs were evaluated for."""
+    _, tokens, steps, verified = ngrams.T
+    for sums, names in ((steps, ("steps", "drafted")), (verified, ("verified",))):
+        before = known[names[0]][:, 1:, :1]
+        factor = _shrunk(sums[:, None, None], tokens, before) / before
+        for name in names:
+            known[name][:, 1:] *= factor
 
 
 def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray) -> np.ndarray:

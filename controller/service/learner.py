@@ -23,7 +23,7 @@ log = structlog.get_logger()
 LEARN_INTERVAL_S = 0.2
 # So many reports do not wait: no group becomes larger.
 MANY_REPORTS = 512
-# The same while a context has taught fewer than MANY_REPORTS: a cold start must choose anew within some steps.
+# The same while a context has learned from fewer than MANY_REPORTS: a cold start must choose anew within some steps.
 FEW_REPORTS = 8
 # Workers with another policy do not use the table: a probe would be lost on them.
 FOLLOWS_TABLE = ("", "adaptive")

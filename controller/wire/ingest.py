@@ -18,6 +18,7 @@ from speclen.controller.wire.validation import (
 )
 from speclen.records import (
     MAX_SPECULATION_LENGTH,
+    NGRAMS_ALONE,
     NUM_CLASSES,
     Arm,
     Limits,
@@ -123,24 +124,26 @@ def _class_histograms(report: pb.StepReport, step: StepRecord) -> tuple[tuple[in
 
 def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluation, ...]:
     check_range("the number of evaluations", len(report.evaluations), 0, MAX_EVALUATIONS)
-    return tuple(_evaluation(each, _num_arms(limits)) for each in report.evaluations)
+    return tuple(_evaluation(each, _numbers_of_arms(limits)) for each in report.evaluations)
 
 
 @lru_cache
-def _num_arms(limits: Limits) -> int:
-    return len(limits.arms())
+def _numbers_of_arms(limits: Limits) -> tuple[int, ...]:
+    """Numbers of arms that an output may be evaluated for."""
+    return len(limits.arms()), *([len(NGRAMS_ALONE.arms())] if limits.ngram else [])
 
 
-def _evaluation(message: pb.OutputEvaluation, num_arms: int) -> OutputEvaluation:
+def _evaluation(message: pb.OutputEvaluation, numbers_of_arms: tuple[int, ...]) -> OutputEvaluation:
     """The steps of every arm, checked to be possible for so many tokens."""
     tokens = message.num_tokens
     check_range("evaluations.request_class", message.request_class, 1, NUM_CLASSES)
     check_range("evaluations.num_output_tokens", message.num_output_tokens, 1, MAX_TOKENS)
     check_range("evaluations.num_tokens", tokens, 1, message.num_output_tokens)
     lists = message.num_steps, message.num_drafted_steps, message.num_verified_tokens
-    if any(len(each) != num_arms for each in lists):
+    if len(lists[0]) not in numbers_of_arms or len({*map(len, lists)}) > 1:
+        expected = " or ".join(map(str, numbers_of_arms))
         sentence = (
-            f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {num_arms}"
+            f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {expected}"
         )
         raise InvalidMessageError("evaluations", sentence)
     steps, drafted, verified = map(tuple, lists)

@@ -131,14 +131,17 @@ def num_tokens_of(accepted_histogram: Sequence[int]) -> int:
     return sum(map(mul, accepted_histogram, count(1)))
 
 
+NGRAMS_ALONE = Limits(1, 0, ngram=True)  # arms of an output that is evaluated for plain decoding and n-grams alone
+
+
 class OutputEvaluation(NamedTuple):
     """Steps that every arm would have taken through one finished output (off-policy evaluation).
 
     Outputs do not depend on the drafting, so one output tells this for all arms at once.
     num_output_tokens: of the whole output but its first token, which comes with the prefill. num_tokens: those that were
-    evaluated, a contiguous part where not all. Three lists by arm, in the order of `Limits.arms` of the worker:
-    num_steps; num_drafted_steps: steps for which the draft model drafted; num_verified_tokens: tokens that the target
-    verified, the pending token of each step included.
+    evaluated, a contiguous part where not all. Three lists by arm, in the order of `Limits.arms` of the worker, or of plain
+    decoding and n-grams alone: num_steps; num_drafted_steps: steps for which the draft model drafted; num_verified_tokens:
+    tokens that the target verified, the pending token of each step included.
     """
 
     request_class: int

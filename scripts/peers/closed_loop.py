@@ -51,7 +51,11 @@ def closed_loop(
             raise
 
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(client, range(at_once)))
+        try:
+            list(pool.map(client, range(at_once)))
+        except BaseException:  # Ctrl-C, too
+            failed.set()
+            raise
     latency_s = statistics.fmean(answer.latency_s for answer in answers)
     tokens = statistics.fmean(answer.num_tokens for answer in answers)
     # By Little's law, since so many requests were under way all the time.

@@ -31,6 +31,20 @@ def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     assert worker.shortfall(4) < 0.03, "it seeds and never overrides"
 
 
+def test_plain_steps_that_no_formula_expects_to_be_fast_are_found() -> None:
+    """As on a CPU that prepares every operation anew where the number of tokens changes."""
+    worker = Worker(made(), acceptance=0.5)
+    worker.distort = lambda step: (
+        step._replace(latency_s=step.latency_s * 0.45)
+        if step.batch_size == 16 and not step.arm.speculation_length
+        else step
+    )
+    for batch_size in (1, 4, 1, 4):
+        worker.serve(batch_size, 200)
+    worker.serve(16, 400)
+    assert worker.chosen(16) == 0 != worker.chosen(4)
+
+
 def test_arms_that_are_level_do_not_take_turns() -> None:
     """Draft passes that cost what their tokens win: every length has nearly the same goodput."""
     worker = Worker(made(), acceptance=0.6)
@@ -153,3 +167,23 @@ def test_outputs_that_change_are_an_event_and_hard_requests_in_a_row_are_not():
     assert not events
     serve(60, 20)
     assert {event.factor for event in events} == {"acceptance"}
+
+
+def test_outputs_evaluated_for_n_grams_alone_tell_of_all_arms_with_n_grams():
+    estimator, arms = made(limits=Limits(4, 2, ngram=True)), Limits(4, 2, ngram=True).arms()
+    whole = OutputEvaluation(
+        0, 100, 100, (100, 60, 50, 50, 40, 35), (0, 60, 50, 0, 20, 15), (100, 120, 150, 150, 140, 140)
+    )
+    alone = OutputEvaluation(0, 100, 100, (100, 80), (0, 0), (100, 200))
+    tokens = []
+    for evaluation in (whole, alone):
+        for seq in range(40):
+            step = StepRecord(seq, 2, Arm(0), 0.02, (2,), 100.0, evaluations=(evaluation,), num_verified_tokens=2)
+            estimator.observe(KEY, [step], "w")
+        of_arm = {row.arm: row.expected_tokens for row in estimator.rows(KEY) if row.batch_min == 2}
+        tokens.append([of_arm[arm] for arm in arms])
+    (plain, one, _, ngram, *_), (later_plain, later_one, _, later_ngram, later_both, _) = tokens
+    assert ngram == pytest.approx(2.0, abs=0.1)
+    assert later_ngram == pytest.approx(1.54, abs=0.1), "half of the outputs"
+    assert later_both < 2.2
+    assert (later_plain, later_one) == pytest.approx((plain, one), abs=0.02)

@@ -75,6 +75,7 @@ def test_what_is_absent_has_the_value_of_an_ordinary_step():
                 [evaluation(num_tokens=21)],
                 [evaluation(num_tokens=0)],
                 [evaluation(num_steps=[12])],
+                [evaluation(num_steps=[12, 6])],
                 [evaluation(num_steps=[13] + [6] * 9)],
                 [evaluation(num_steps=[0] * 10)],
                 [evaluation(num_drafted_steps=[7] * 10)],
@@ -94,6 +95,10 @@ def test_what_is_not_plausible_is_refused_by_name(field, values):
 def test_n_grams_only_from_a_worker_that_registered_with_them():
     with pytest.raises(InvalidMessageError, match="ngram"):
         read_step(report(1, ngram=True), Limits(32, 4))
+    alone = evaluation(num_steps=[12, 6], num_drafted_steps=[0, 0], num_verified_tokens=[12, 24])
+    assert read(evaluations=[alone]).evaluations[0].num_steps == (12, 6)
+    with pytest.raises(InvalidMessageError, match="evaluations"):
+        read_step(report(1, evaluations=[alone]), Limits(32, 4))
 
 
 @pytest.mark.parametrize(

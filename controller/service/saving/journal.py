@@ -239,7 +239,7 @@ class Journal:
         )
 
     def _land(self, pair: Pair, error: Exception | None) -> None:
-        """The store has answered. Raw rows of a commit that was given up are lost; what they taught goes into the next."""
+        """The store has answered. A commit that was given up loses its raw rows; what was learned goes into the next."""
         changes = self._in_flight.pop(pair)
         self._num_collected -= len(changes.reports)
         if error is None:

@@ -121,7 +121,7 @@ Global___ServerIdentity: typing_extensions.TypeAlias = ServerIdentity
 
 @typing.final
 class ContextKey(google.protobuf.message.Message):
-    """Everything that step times depend on. A new context begins with the acceptance of others with its target and draft."""
+    """Everything that step times depend on. A new context begins with the acceptance of its pair's best-known context."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,7 +262,7 @@ Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
 
 @typing.final
 class LengthTable(google.protobuf.message.Message):
-    """The arm in use for every batch size of a context."""
+    """The arm in use for every batch size of a context, or of one worker that is isolated from the others."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -425,7 +425,8 @@ Global___StepReport: typing_extensions.TypeAlias = StepReport
 @typing.final
 class OutputEvaluation(google.protobuf.message.Message):
     """Steps that every arm would have taken through one finished output: outputs do not depend on the drafting.
-    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams.
+    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams; or plain
+    decoding and n-grams alone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -478,7 +479,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     address: builtins.str
     """Where the worker's GenerationService listens, for people to find it."""
     policy: builtins.str
-    """"adaptive", "profile", "fixed:4", "none", "n-gram", "arms": use that the worker makes of the table."""
+    """Use that the worker makes of the table: "adaptive" follows it, "profile" and arms ("fixed:4", "n-gram") do not."""
     run_id: builtins.str
     """When set, a controller whose run_id is another one refuses the worker."""
     @property
@@ -563,7 +564,7 @@ class ReportStepResponse(google.protobuf.message.Message):
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
     NGRAM_FIELD_NUMBER: builtins.int
     speculation_length: builtins.int
-    """Length to use for the next step of the same batch size; a probe counts as handed out."""
+    """With ngram, the arm to use for the next step of the same batch size; a probe counts as handed out."""
     decision_version: builtins.int
     probe_id: builtins.int
     """Set when the length is exploratory: quote it in the next report."""
@@ -676,7 +677,7 @@ Global___GetLearnedTableRequest: typing_extensions.TypeAlias = GetLearnedTableRe
 
 @typing.final
 class LearnedRow(google.protobuf.message.Message):
-    """One row of the learned table; the same fields as the SQLite view of that name."""
+    """One row of the learned table. Fields are named as in the SQLite view learned_table, which has further columns."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

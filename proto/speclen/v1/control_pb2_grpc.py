@@ -87,7 +87,7 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportStep(self, request, context):
-        """One step in, the length to use next out: the simplest client of all.
+        """One step in, the arm to use next out: the simplest client of all.
         INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -191,7 +191,7 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
     """
 
     ReportStep: _ControlServiceReportStepType
-    """One step in, the length to use next out: the simplest client of all.
+    """One step in, the arm to use next out: the simplest client of all.
     INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
     """
 
@@ -260,7 +260,7 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.control_pb2.ReportStepRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.ReportStepResponse, collections.abc.Awaitable[speclen.v1.control_pb2.ReportStepResponse]]:
-        """One step in, the length to use next out: the simplest client of all.
+        """One step in, the arm to use next out: the simplest client of all.
         INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
         """
 

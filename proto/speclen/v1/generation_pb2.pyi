@@ -269,7 +269,7 @@ class Speculation(google.protobuf.message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """Same as MODE_AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The length of the worker's table."""
+        """The arm of the worker's table."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
         """None: plain decoding."""
         MODE_FIXED: Speculation._Mode.ValueType  # 3
@@ -279,7 +279,7 @@ class Speculation(google.protobuf.message.Message):
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """Same as MODE_AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The length of the worker's table."""
+    """The arm of the worker's table."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """None: plain decoding."""
     MODE_FIXED: Speculation.Mode.ValueType  # 3
@@ -632,7 +632,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     CONTROLLER_FIELD_NUMBER: builtins.int
     policy: builtins.str
     table_source: builtins.str
-    """"controller", "last table", "profile", "policy" or "default": where the lengths in use come from."""
+    """"controller", "last table", "profile", "policy" or "default": where the arms in use come from."""
     num_requests_running: builtins.int
     num_requests_waiting: builtins.int
     num_kv_tokens_used: builtins.int
@@ -646,7 +646,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     num_row_steps: builtins.int
-    """decoding rows summed over steps: num_row_steps / num_steps is the mean batch size"""
+    """decoding sequences, summed over steps: over num_steps it is the mean batch size"""
     @property
     def worker(self) -> speclen.v1.control_pb2.WorkerIdentity: ...
     @property

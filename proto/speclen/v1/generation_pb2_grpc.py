@@ -87,7 +87,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Load and the length table in use.
+        """Load and the table of arms in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

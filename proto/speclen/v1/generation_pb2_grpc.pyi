@@ -148,7 +148,7 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
     GetModelInfo: _GenerationServiceGetModelInfoType
 
     GetServerInfo: _GenerationServiceGetServerInfoType
-    """Load and the length table in use."""
+    """Load and the table of arms in use."""
 
 GenerationServiceAsyncStub: typing_extensions.TypeAlias = GenerationServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -208,6 +208,6 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.generation_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.generation_pb2.GetServerInfoResponse, collections.abc.Awaitable[speclen.v1.generation_pb2.GetServerInfoResponse]]:
-        """Load and the length table in use."""
+        """Load and the table of arms in use."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
