@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from markupsafe import Markup
 
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError, user_errors
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 # Under this name every query and chart finds the database, whatever the file is called.
 DATABASE_NAME = "speclen"
 METADATA = Path(__file__).with_name("dashboard.yaml")
+ONE_LINE = 25  # characters of the longest arm and of a time: such texts are not wrapped
+LARGEST_SHORT = 1e6  # beyond, numbers are times since 1970
 
 
 def dashboard(
@@ -66,8 +70,10 @@ def create_application(db: Path) -> Datasette:
         pass  # one sentence now instead of an error on every page
     try:
         import datasette_dashboards  # noqa: F401
+        from datasette import hookimpl
         from datasette.app import Datasette
         from datasette.database import Database
+        from datasette.plugins import pm
         from datasette.utils import parse_metadata
     except ImportError as error:
         raise UserError(f"{error.name} is not installed: run pip install 'speclen[inspect]'") from error
@@ -75,5 +81,17 @@ def create_application(db: Path) -> Datasette:
         metadata=parse_metadata(METADATA.read_text()),
         settings={"default_page_size": 100, "allow_download": False, "num_sql_threads": 2},
     )
+    if not pm.has_plugin(DATABASE_NAME):
+        hookimpl(render_cell)
+        pm.register(sys.modules[__name__], DATABASE_NAME)
     application.add_database(Database(application, path=str(db), is_mutable=True), name=DATABASE_NAME)
     return application
+
+
+def render_cell(value: Any) -> Any:
+    """A cell of Datasette's pages, None for its own way: numbers with four digits, short texts on one line."""
+    if isinstance(value, float) and abs(value) < LARGEST_SHORT:
+        return f"{value:.4g}"
+    if isinstance(value, str) and len(value) <= ONE_LINE:
+        return Markup('<span style="white-space: nowrap">{}</span>').format(value)
+    return None

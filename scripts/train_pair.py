@@ -165,6 +165,8 @@ def write_continuations(work: Path, text: np.ndarray, seconds: float) -> None:
     for request, outputs in completed(engine, pieces(text), CONTINUED_BATCH * 5 // 4, seconds):
         tokens = [token for output in outputs for token in output.token_ids]
         rows[str(len(request.prompt_ids))].append([*request.prompt_ids, *tokens])
+    if not rows:
+        raise SystemExit(f"no continuation ended within {seconds:.0f} s: give a smaller --hurry")
     print(f"{sum(map(len, rows.values()))} continuations of {NEW_TOKENS} tokens")
     np.savez(work / "continuations.npz", **{length: np.array(mine, np.uint16) for length, mine in rows.items()})
 

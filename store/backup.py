@@ -20,12 +20,14 @@ from speclen.store.connection import (
     refusal,
     sqlite3,
 )
-from speclen.store.files import WriterLock, files_of
+from speclen.store.files import WriterLock, files_of, in_use, is_locked
 
 
 def copy(source: Connection, target: Path) -> int:
     """Copy an open database to a file, which is replaced if there is one; returns its size in bytes. Raises StoreError."""
     with unfinished(target) as copied:
+        if is_locked(target):
+            raise StoreError(in_use(target, "one that runs now"))
         fill(copied, source)
         num_bytes = copied.stat().st_size
         move_into_place(copied, target)
@@ -100,8 +102,6 @@ def put_in_place(backup: Path, database: Path) -> None:
             with contextlib.closing(connect_reader(backup, ANOTHER_COPY)) as source:
                 fill(copied, source)
             move_wal_in(database)
-            for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
-                beside.unlink(missing_ok=True)
             move_into_place(copied, database)
         finally:
             lock.release()
@@ -131,6 +131,8 @@ def unfinished(target: Path) -> Iterator[Path]:
 def move_into_place(unfinished: Path, target: Path) -> None:
     """Rename a file once its content is on the disk, and wait for the name."""
     synchronise(unfinished)
+    for beside in files_of(target)[1:]:  # of the old content: SQLite would play them into the new one
+        beside.unlink(missing_ok=True)
     unfinished.replace(target)
     synchronise(target.parent)
 

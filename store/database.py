@@ -176,6 +176,7 @@ class Store:
             # The connection stays open: closing it would delete a WAL by its name, which may be another file's by now.
             self._end(error)
         finally:
+            self._presence.close()
             self._lock_file.release()
 
     def _write_for_ever(self) -> None:

@@ -143,8 +143,13 @@ class Presence:
         self.path = path
         self._database = database
         self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
+        # Kept open, since a process with too many connections could not open it. SQLite has no locks on it.
+        self._wal_file = os.open(files_of(path)[1], os.O_RDONLY | os.O_CLOEXEC)
         self._file = Head.of(database, HEAD_OF_DATABASE)
-        self._wal = Head.at(files_of(path)[1], HEAD_OF_WAL)
+        self._wal = Head.of(self._wal_file, HEAD_OF_WAL)
+
+    def close(self) -> None:
+        os.close(self._wal_file)
 
     def check(self, num_commits: int) -> None:
         """Raises StoreGoneError for a file that was replaced, cut or overwritten. num_commits: `PRAGMA user_version`."""
@@ -152,7 +157,7 @@ class Presence:
             now = identity_of(name)
             if now != identity:
                 raise gone(name, "deleted" if now is None else "replaced")
-        file, wal = Head.of(self._database, HEAD_OF_DATABASE), Head.at(files_of(self.path)[1], HEAD_OF_WAL)
+        file, wal = Head.of(self._database, HEAD_OF_DATABASE), Head.of(self._wal_file, HEAD_OF_WAL)
         if file.is_cut(self._file):
             raise gone(self.path, "cut short")
         if file.content != self._file.content and not file.follows(self._file, num_commits):
@@ -186,15 +191,6 @@ class Head:
     content: bytes
     size: int
     full: int
-
-    @classmethod
-    def at(cls, path: Path, num_bytes: int) -> Head:
-        """Of a file on which SQLite has no locks."""
-        try:
-            with path.open("rb", buffering=0) as file:
-                return cls.of(file.fileno(), num_bytes)
-        except OSError:
-            return cls(b"", 0, 0)
 
     @classmethod
     def of(cls, descriptor: int, num_bytes: int) -> Head:

@@ -6,6 +6,7 @@ scan would tell as well.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from speclen.transport.credentials import ServerSecurity
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 MOST_CALLS = 16  # probes at once; one more is refused
+MOST_FILES = 10_240  # open in a process: thousands of connections over gRPC, and as many over HTTP
 
 
 async def create_server(
@@ -37,6 +39,7 @@ async def create_server(
     Raises OSError when the address cannot be bound, ValueError when certificates or tokens cannot be read.
     """
     prepare_aio()
+    allow_many_files()
     interceptors = security.interceptors()
     server = aio.server(options=options, interceptors=interceptors, maximum_concurrent_rpcs=most_calls)
     add_service(server)
@@ -44,6 +47,14 @@ async def create_server(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, security.add_port(server, address), health_servicer
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files, usually 1,024: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def set_health(servicer: health.aio.HealthServicer, service: str, status: int) -> None:

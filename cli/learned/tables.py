@@ -129,7 +129,7 @@ def cells_of(row: Row, wide: bool) -> dict[str, str]:
     }
     for side in ("shorter", "longer") if wide and known is not None else ():
         ms = row.get(f"{side}_ms_per_token")
-        cells[f"1 {side}"] = "" if ms is None else f"{short(ms)} ({100 * (ms / known - 1):+.0f}%)"
+        cells[f"1 {side}"] = "" if ms is None else f"{short(ms)} ({round(100 * (ms / known - 1)):+d}%)"
     return cells
 
 

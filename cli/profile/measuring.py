@@ -23,9 +23,10 @@ from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.reporting.identity import context_key
 
 
-def core_context(pair: ModelPair, backend: str = "auto") -> ContextKey:
+def core_context(pair: ModelPair, backend: str = "auto", check_models: bool = True) -> ContextKey:
     """The context of an engine in this process, as the estimator names it. Raises ModelError."""
-    key = context_key(pair, prepare(pair, EngineConfig(max_batch_size=2, backend=backend)).backend)
+    config = EngineConfig(max_batch_size=2, backend=backend, check_models=check_models)
+    key = context_key(pair, prepare(pair, config).backend)
     return ContextKey(key.target, key.draft, key.device, key.dtype, key.engine_fingerprint)
 
 
@@ -37,7 +38,8 @@ def file_stem(context: ContextKey) -> str:
 
 def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source: str) -> ProfileDocument:
     """Measure until the time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
-    context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
+    context = core_context(pair, settings.backend, settings.check_models)
+    prompts = PromptSource(pair.tokenizer, texts, settings.seed)
     try:
         with LiveLine() as line:
             samples = Profiler(

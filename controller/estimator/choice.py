@@ -2,8 +2,9 @@
 
 The arm with the most expected tokens per second is in use; it stays until another one is better by STAYS. Probes try the
 arm whose score plus OPTIMISM standard deviations is largest, of those that steps of the arm can reduce, when the seconds
-that it is expected to lose have been earned. Plain decoding and n-grams alone may be better by UNSEEN than expected where
-they were not run for RETRIED steps. Policies that do not learn, for `controller --policy`, have their table from the start.
+that it is expected to lose have been earned. Plain decoding beside n-grams, and n-grams alone, may be better by UNSEEN than
+expected where they were not run for RETRIED steps. Policies that do not learn, for `controller --policy`, have their table
+from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EARNED = 0.01  # seconds of probes per second of steps
 CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
 FIRST_AFTER, PER_STEP = 8.0, 0.1  # steps after which something is done anew: at first, more per step that was seen
 MOST_GAP = 120.0  # steps between probes of a size
-# Error of a log step time that no formula foresees, and steps at a size after which arms without the draft model are tried
+# Error of a log step time that no formula foresees where n-grams come or go, and steps at a size after which they are tried
 # again. From n-gram steps of 16 sequences, which took 73 ms, 53 ms were expected of plain ones, which took 33 on that CPU.
 UNSEEN, RETRIED = 0.5, 1000.0
 COLD_LENGTH = 2
@@ -132,7 +133,8 @@ class Selection:
         variance = estimates.variance(np.array([at]), self.arms[[at]], by_steps=True).reshape(-1)
         hope = OPTIMISM * np.sqrt(variance)
         self._note(in_use, near)
-        hope[:: self.allowed.shape[1]] += UNSEEN * (self.steps[at] - self.tried[at] >= RETRIED)
+        untried = self.steps[at] - self.tried[at] >= RETRIED
+        hope[:: self.allowed.shape[1]] += UNSEEN * untried * [in_use >= self.allowed.shape[1], True]
         optimistic = np.where((self.allowed & allowed).reshape(-1), value + hope, -np.inf)
         optimistic[in_use] = -np.inf
         place = int(optimistic.argmax())

@@ -154,14 +154,9 @@ class Estimator:
         context = self._contexts[key]
         name = context.group_name(worker_id)
         group, grid = context.groups[name], context.grid
-        choices: list[Choice] = []
-        for at, (low, high) in enumerate(zip(grid.low, grid.high, strict=True)):
-            arm = grid.arm(int(group.selection.arms[at]))
-            if choices and choices[-1].arm == arm:
-                choices[-1] = choices[-1]._replace(batch_max=int(high))
-            else:
-                choices.append(Choice(int(low), int(high), arm, ms_per_token(context, name, at, arm)))
-        return Table(group.selection.version, tuple(choices))
+        ranges = zip(grid.low.tolist(), grid.high.tolist(), map(grid.arm, group.selection.arms.tolist()), strict=True)
+        choices = tuple(Choice(*each, ms_per_token(context, name, at, each[2])) for at, each in enumerate(ranges))
+        return Table(group.selection.version, choices)
 
     def take_probe(
         self,

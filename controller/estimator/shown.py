@@ -34,6 +34,11 @@ def rows_of(context: Context) -> list[ArmEstimate]:
     variance = estimates.variance(np.arange(len(grid.low)), group.selection.arms) + level_variance
     spread = np.exp(np.minimum(Z_95 * np.sqrt(variance), 5.0))
     count, log_sum = context.samples()
+    # Samples are put down to the work of their cell's first step: with n-grams, that may be far from the expected one.
+    first = estimates.log_time.copy()
+    if len(context.cells.numbers):
+        first.reshape(-1)[context.cells.numbers] = estimates.of_cells(context.cells)[0]
+    observed = log_sum / np.maximum(count, 1.0) + estimates.log_time - first
     rows = []
     for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
         for arm in context.limits.arms():
@@ -45,7 +50,7 @@ def rows_of(context: Context) -> list[ArmEstimate]:
             rows.append(
                 ArmEstimate(
                     *(low, high, arm, tokens, step_s, ms, ms / factor, ms * factor, round(float(count[place]))),
-                    observed_step_s=float(np.exp(log_sum[place] / count[place])) if seen else None,
+                    observed_step_s=float(np.exp(observed[place])) if seen else None,
                     source=source,
                     is_best=int(group.selection.arms[at]) == grid.place(arm),
                 )

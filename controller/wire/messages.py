@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from speclen.records import ArmEstimate, ContextKey, Limits, Probe, Table
 from speclen.v1 import control_pb2 as pb
 
 
 def table_message(table: Table, limits: Limits) -> pb.LengthTable:
-    """The table with arms that a worker with these limits can run."""
-    return pb.LengthTable(
-        decision_version=table.version,
-        choices=[
-            pb.BucketChoice(
-                batch_min=choice.batch_min,
-                batch_max=choice.batch_max,
-                ms_per_token=choice.ms_per_token,
-                **choice.arm.within(limits)._asdict(),
-            )
-            for choice in table.choices
-        ],
-    )
+    """The table with arms that a worker with these limits can run. Joined ranges of one arm have no expected time."""
+    choices = []
+    for arm, members in groupby(table.choices, lambda choice: choice.arm.within(limits)):
+        first, *others = members
+        more = {} if others else {"ms_per_token": first.ms_per_token}
+        last = others[-1] if others else first
+        choices.append(pb.BucketChoice(batch_min=first.batch_min, batch_max=last.batch_max, **arm._asdict(), **more))
+    return pb.LengthTable(decision_version=table.version, choices=choices)
 
 
 def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:

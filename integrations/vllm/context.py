@@ -40,7 +40,8 @@ def check_config(config: Any) -> None:
     if not speculative.num_speculative_tokens_per_batch_size:
         length, rows = speculative.num_speculative_tokens, config.scheduler_config.max_num_seqs
         raise ValueError(
-            "num_speculative_tokens_per_batch_size is not given, and without it vLLM keeps one length: add "
+            "num_speculative_tokens_per_batch_size is not given, or vLLM's log says that it is not used; without it vLLM "
+            "keeps one length: add "
             f'"num_speculative_tokens_per_batch_size": [[1, {rows}, {length}]] to --speculative-config'
         )
 
@@ -62,11 +63,11 @@ def check_method(config: Any) -> None:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Raises ValueError for several replicas or pipeline stages."""
+    """Raises ValueError for replicas that step together, or pipeline stages. Dense models' replicas see one replica each."""
     if (replicas := parallel.data_parallel_size) > 1:
         raise ValueError(
-            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
-            "servers of one replica each, which are one worker each"
+            f"data_parallel_size is {replicas} for a mixture of experts, whose replicas step together and have to draft "
+            f"alike: start {replicas} servers of one replica each, which are one worker each"
         )
     if (stages := parallel.pipeline_parallel_size) > 1:
         raise ValueError(

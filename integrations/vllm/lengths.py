@@ -22,13 +22,18 @@ class CautiousLengths:
     def __init__(self, configured: ArmTable, fast: Set[int] = frozenset()) -> None:
         self.configured = configured
         self.fast = fast
-        self._samples = [0.0] * len(configured.arms)  # by batch size, those of neighbours included
+        self._own = [0.0] * len(configured.arms)  # samples by batch size
+        self._samples = self._own.copy()  # those of neighbours included
 
     def note(self, step: StepRecord) -> None:
-        """Count a reported step."""
-        reach = max(1, step.batch_size // NEAR)
-        for size in range(max(1, step.batch_size - reach), min(step.batch_size + reach, len(self._samples) - 1) + 1):
-            self._samples[size] += FLAGGED if step.flags else 1.0
+        """Count a reported step, until its batch size has enough for its neighbours, too: a batch may have hundreds."""
+        own = min(step.batch_size, len(self._own) - 1)
+        if self._own[own] >= MIN_SAMPLES:
+            return
+        weight, reach = FLAGGED if step.flags else 1.0, max(1, own // NEAR)
+        self._own[own] += weight
+        for size in range(max(1, own - reach), min(own + reach, len(self._samples) - 1) + 1):
+            self._samples[size] += weight
 
     def choice(self, batch_size: int, wanted: ArmChoice) -> ArmChoice:
         """The choice to use in place of the controller's. Probes are followed, since evidence begins with them."""

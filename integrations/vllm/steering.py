@@ -48,14 +48,16 @@ class Steering:
     def scheduled(self, output: Scheduled, requests: Mapping[str, Request], waiting: bool, started: float) -> None:
         """Set how many tokens the step drafts, by the number of sequences that will decode in the next one.
 
-        waiting: True if requests wait that vLLM may admit to the next step.
+        waiting: True if requests wait while a slot is free. In a step without prefill it was not the step's size that left
+        them out, but a full KV cache or a pause: that may last, so they do not hold up probes.
         """
         begin = time.perf_counter()
         step = self.tracker.scheduled(output, requests, started)
         if step is None:
             return
         rows = min(max(step.num_next, 1), self.control.card.limits.max_batch_size)
-        with_prefill = waiting or step.num_next < len(output.num_scheduled_tokens)
+        is_next = waiting and step.shape.with_prefill
+        with_prefill = is_next or step.num_next < len(output.num_scheduled_tokens)
         choice = self.lengths.choice(rows, self.control.choose(rows, with_prefill))
         self.tracker.drafts(step, choice)
         output.num_spec_tokens_to_schedule = choice.arm.speculation_length

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from speclen.integrations.vllm.logs import set_up_logs
+from speclen.integrations.vllm.replicas import keep_table
 from speclen.integrations.vllm.settings import CONTROLLER, WORKER
 
 log = structlog.get_logger()
@@ -32,11 +33,12 @@ Lookup = Callable[..., list[int]]
 
 
 def register() -> None:
-    """Change vLLM's V2 runner where a controller is configured. A version that lacks something stays as it is."""
+    """Change vLLM where a controller is configured. A version that lacks something stays as it is."""
     if is_registered() or not (os.environ.get(CONTROLLER) or os.environ.get(f"{WORKER}CONTROLLER")):
         return
     set_up_logs()
     try:
+        keep_table()
         speculator = import_module(DRAFTING).StandaloneARSpeculator
         if "num_speculative_tokens" not in inspect.signature(speculator.propose).parameters:
             raise AttributeError("its draft models are not told a length")

@@ -19,6 +19,7 @@ from speclen.integrations.vllm.context import (
 )
 from speclen.integrations.vllm.device_clock import DeviceClock, device_clock
 from speclen.integrations.vllm.lengths import CautiousLengths
+from speclen.integrations.vllm.replicas import worker_name
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
@@ -83,7 +84,7 @@ def control_for(
     limits = limits_of(engine.dynamic_sd_lookup, engine.num_spec_tokens)
     table = configured_table(engine.dynamic_sd_lookup, settings.policy, limits)
     card = WorkerCard(
-        worker_id=settings.worker_id or worker_id,
+        worker_id=worker_name(settings.worker_id or worker_id, engine.vllm_config.parallel_config),
         epoch=time.time_ns(),
         context=context_key(engine.vllm_config, settings, platform, version),
         limits=limits,

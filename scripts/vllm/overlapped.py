@@ -2,9 +2,9 @@
 
     python scripts/vllm/overlapped.py
 
-On CPUs vLLM does not overlap steps, so results are made up here. Requests come, end and are aborted; lengths and accepted
-tokens are drawn. Each report is compared with what the sequences did. Prints one JSON line. Times are tested in
-tests/unit/test_vllm_timing.py.
+On CPUs vLLM does not overlap steps, so results are made up here. Requests come, end, are aborted, and are preempted where
+memory is short; lengths and accepted tokens are drawn. Each report is compared with what the sequences did. Prints one JSON
+line. Times are tested in tests/unit/test_vllm_timing.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from speclen.records import Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
 MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 4000
+NUM_BLOCKS = 32  # of 16 tokens: too few for the longest requests at once
 
 
 @dataclass
@@ -65,11 +66,11 @@ def overlapping_scheduler(folder: Path) -> Any:
         enable_prefix_caching=False,
     ).create_engine_config()
     config.scheduler_config.async_scheduling = True
-    config.cache_config.num_gpu_blocks = 400
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
     kind = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     return Scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(400, [], [KVCacheGroupSpec(["layer"], kind)]),
+        kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], kind)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=16,
         hash_block_size=16,
@@ -93,7 +94,8 @@ class Drive:
     dice: random.Random
     in_flight: deque[Step] = field(default_factory=deque)
     reports: list[Any] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "over": 0, "forbidden": 0})
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("steps", "over", "forbidden", "resumed"), 0))
+    unfinished: set[str] = field(default_factory=set)  # sequences whose prompt goes on
 
     def __post_init__(self) -> None:
         steering, drawn = self.scheduler.steering, lengths(self.dice)
@@ -122,10 +124,12 @@ class Drive:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def launch(self) -> None:
-        requests = self.scheduler.requests
-        in_prompt = {name for name, each in requests.items() if each.num_computed_tokens < each.num_prompt_tokens}
-        output = self.scheduler.schedule()
-        unfinished = {name for name in output.num_scheduled_tokens if requests[name].is_prefill_chunk}
+        output, requests = self.scheduler.schedule(), self.scheduler.requests
+        names, resumed = output.num_scheduled_tokens.keys(), output.scheduled_cached_reqs.resumed_req_ids
+        in_prompt = names & ({new.req_id for new in output.scheduled_new_reqs} | resumed | self.unfinished)
+        unfinished = {name for name in names if requests[name].is_prefill_chunk}
+        self.unfinished = self.unfinished - names | unfinished
+        self.counts["resumed"] += len(resumed)
         self.in_flight.append(Step(output, in_prompt, unfinished))
 
     def take(self) -> None:
@@ -165,6 +169,7 @@ def main() -> None:
     drive.run()
     assert scheduler.steering is not None, "a hook failed"
     assert scheduler.steering.tracker.num_odd == 0
+    assert drive.counts["resumed"] > 0
     usable = sum(not each.flags for each in drive.reports)
     print(json.dumps({"vllm": __version__, **drive.counts, "reports": len(drive.reports), "usable": usable}))
     scheduler.shutdown()

@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// The layout of chaos/shim.py.
+// The layout of disk.py.
 struct control {
   int write_errno;  // of pwrite64, which is how SQLite writes and hardly anybody else
   int sync_errno;   // of fsync and fdatasync

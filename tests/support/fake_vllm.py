@@ -71,6 +71,7 @@ class Scheduler:
     """As vllm.v1.core.sched.scheduler.Scheduler, as far as lengths go."""
 
     chunk = 64  # prompt tokens a step
+    most_admitted = 64  # requests a step
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -93,7 +94,7 @@ class Scheduler:
         self.running = [each for each in self.running if each is not request]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        free = 0 if throttle_prefills else self.max_num_running_reqs - len(self.running)
+        free = min(self.max_num_running_reqs - len(self.running), self.most_admitted)
         new = self.waiting[:free]
         cached, tokens, drafts = list(self.running), {}, {}
         del self.waiting[: len(new)]
@@ -200,6 +201,7 @@ def config(**changes: Any) -> Any:
         ),
         parallel_config=SimpleNamespace(
             **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "world_size"), 1),
+            data_parallel_index=0,
             distributed_executor_backend="uni",
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8, max_num_batched_tokens=2048),
@@ -213,13 +215,30 @@ def config(**changes: Any) -> Any:
     return whole
 
 
+class VllmConfig:
+    """Several replicas of a model, dense or a mixture of experts."""
+
+    def __init__(self, is_moe: bool = False) -> None:
+        self.model_config, self.table = SimpleNamespace(is_moe=is_moe), [(1, 8, 5)]
+
+    def _maybe_disable_dynamic_sd_for_data_parallel(self) -> None:
+        self.table = []
+
+
+class ParallelConfig:
+    def reconfigure_for_independent_dp_rank(self) -> None:
+        """Makes an engine of its own."""
+
+
 PLATFORM = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_type="cpu", get_device_name=lambda: "cpu")
 
 
 def install(monkeypatch: Any, version: str = VERSION) -> None:
     """Make `import vllm` find the above, and forget the module that imported it before."""
+    configs = {each.__name__: type(each.__name__, (), dict(vars(each))) for each in (VllmConfig, ParallelConfig)}
     contents = {
         "vllm": {"__version__": version},
+        "vllm.config": configs,
         "vllm.platforms": {"current_platform": PLATFORM},
         "vllm.v1": {},
         "vllm.v1.core": {},

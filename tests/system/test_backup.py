@@ -51,8 +51,10 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     with pytest.raises(UserError, match="--overwrite"):
         backup(copy, original, overwrite=False)
     assert copy.read_text() == "precious"
-    backup(copy, original, overwrite=True)
-    assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
+    write_killed_database(tmp_path / "killed.db")  # its WAL would be played into the copy
+    for target in (copy, tmp_path / "killed.db"):
+        backup(target, original, overwrite=True)
+        assert rows(target, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
 def test_the_database_is_no_place_for_its_copy(tmp_path):
@@ -140,6 +142,8 @@ def test_a_database_in_use_is_not_replaced(tmp_path):
         restore(tmp_path / "copy.db", database, overwrite=False)
     with pytest.raises(UserError, match="in use by another controller"):
         restore(tmp_path / "copy.db", database, overwrite=True)
+    with pytest.raises(UserError, match="in use by another controller"):
+        backup(database, tmp_path / "copy.db", overwrite=True)
     store.close()
 
 

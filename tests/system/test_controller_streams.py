@@ -1,6 +1,7 @@
 """A stream ends for a stated reason, costs a bounded amount of memory, and never waits for another one."""
 
 import asyncio
+import resource
 import time
 
 import pytest
@@ -105,6 +106,16 @@ async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
         await asyncio.sleep(0.1)
         await opened(at, "c")
         del second
+
+
+async def test_a_controller_takes_more_connections_than_files_are_allowed_at_first(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        async with served(tmp_path):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 4096
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path):

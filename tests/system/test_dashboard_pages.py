@@ -116,3 +116,6 @@ def test_no_text_of_a_worker_is_taken_for_html(tmp_path):
     shown = chart_rows(tmp_path / "s.db", tables[0], "")
     assert shown
     assert "<" not in json.dumps(shown)
+    page = asyncio.run(create_application(tmp_path / "s.db").client.get("/speclen/learned_table")).text
+    assert "&lt;b&gt; + d on" in page
+    assert "<b>" not in page

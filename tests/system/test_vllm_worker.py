@@ -18,9 +18,11 @@ from tests.support.waiting import until
 SLOW_S = 0.4
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlapped):
-    config = fake_vllm.config(scheduler_config__async_scheduling=overlapped)
+@pytest.mark.parametrize(("overlapped", "replica", "name"), [(False, 0, "mine"), (True, 1, "mine-1")])
+def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlapped, replica, name):
+    config = fake_vllm.config(
+        scheduler_config__async_scheduling=overlapped, parallel_config__data_parallel_index=replica
+    )
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = joined(scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine"))
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
@@ -33,7 +35,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
         assert scheduler.steering.tracker.num_odd == 0
         assert 0 < scheduler.steering.cost.quantile(0.5) < 1000
         card = scheduler.steering.control.card
-        assert (card.worker_id, card.probe_steps) == ("mine", 5 if overlapped else 4)
+        assert (card.worker_id, card.probe_steps) == (name, 5 if overlapped else 4)
         assert card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
@@ -86,8 +88,12 @@ def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
         check_reported(scheduler)
 
 
-@pytest.mark.parametrize(("num_slots", "kept_waiting"), [(8, True), (3, False)])
-def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for, num_slots, kept_waiting):
+@pytest.mark.parametrize(
+    ("num_slots", "admitted", "kept_waiting"),
+    [(8, 1, True), (8, 0, False), (4, 1, False)],
+    ids=["time", "memory", "slot"],
+)
+def test_only_requests_that_wait_for_time_keep_probes_waiting(scheduler_for, num_slots, admitted, kept_waiting):
     """Under saturation requests wait at every step, and no probe would ever begin."""
     config = fake_vllm.config(scheduler_config__max_num_seqs=num_slots)
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, num_slots, 5)]
@@ -97,8 +103,10 @@ def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for,
     control.choose = lambda size, with_prefill=False: asked.append(with_prefill) or choose(size, with_prefill)
     serve(scheduler, num_steps=4, num_requests=3)
     assert asked == [False] * 4
-    scheduler.add("waits", 10)
-    scheduler.schedule(throttle_prefills=True)
+    for name in ("next", "later"):
+        scheduler.add(name, 10)
+    scheduler.most_admitted = admitted
+    scheduler.schedule()
     assert asked[-1] is kept_waiting
 
 

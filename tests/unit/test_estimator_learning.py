@@ -31,18 +31,28 @@ def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     assert worker.shortfall(4) < 0.03, "it seeds and never overrides"
 
 
-def test_plain_steps_that_no_formula_expects_to_be_fast_are_found() -> None:
-    """As on a CPU that prepares every operation anew where the number of tokens changes."""
-    worker = Worker(made(), acceptance=0.5)
-    worker.distort = lambda step: (
-        step._replace(latency_s=step.latency_s * 0.45)
-        if step.batch_size == 16 and not step.arm.speculation_length
-        else step
-    )
-    for batch_size in (1, 4, 1, 4):
-        worker.serve(batch_size, 200)
-    worker.serve(16, 400)
-    assert worker.chosen(16) == 0 != worker.chosen(4)
+def test_plain_steps_that_are_faster_than_any_formula_expects_are_found() -> None:
+    """As on a CPU that prepares every operation anew where n-grams change the number of tokens."""
+    estimator, rng = made(limits=Limits(16, 3, ngram=True)), np.random.default_rng(0)
+    num_steps, num_drafted = (100, 80, 76, 75, 60, 54, 52, 51), (0, 80, 76, 75, 0, 40, 38, 37)
+    evaluation = OutputEvaluation(0, 100, 100, num_steps, num_drafted, (100, 160, 228, 300, 180, 200, 230, 260))
+    arms, probe = Limits(16, 3, ngram=True).arms(), None
+    for seq in range(900):
+        batch_size, probe_id, arm = (
+            (8, 0, arms[seq % 8]) if seq < 400 else (16, 0, estimator.table(KEY, "w").arm_for(16))
+        )
+        if batch_size == 16 and seq % 10 < 3 and probe is not None:
+            probe_id, arm = probe.probe_id, probe.arm
+        tokens, passes = batch_size * (3 if arm.ngram else 1 + arm.speculation_length), arm.speculation_length
+        step_s = (0.0125 + 0.0001 * tokens + 0.002 * passes) * (0.4 if batch_size == 16 and arm == Arm(0) else 1.0)
+        step_s *= float(np.exp(0.05 * rng.standard_normal()))
+        step = StepRecord(seq, batch_size, arm, step_s, (batch_size, *(0,) * arm.max_tokens), 100.0, probe_id=probe_id)
+        step = step._replace(num_verified_tokens=tokens, num_drafted_sequences=batch_size if passes else 0)
+        estimator.observe(KEY, [step._replace(evaluations=(evaluation,))], "w")
+        if seq % 10 == 9:
+            probe = estimator.take_probe(KEY, "w", batch_size)
+    assert estimator.table(KEY, "w").arm_for(16) == Arm(0)
+    assert estimator.table(KEY, "w").arm_for(8).ngram
 
 
 def test_arms_that_are_level_do_not_take_turns() -> None:
@@ -120,6 +130,13 @@ def test_flagged_steps_are_no_samples_of_time() -> None:
     worker.distort = lambda step: step._replace(flags=frozenset({StepFlag.PREFILL}))
     worker.serve(4, 40)
     assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+
+
+def test_the_table_expects_the_times_of_each_range() -> None:
+    worker = Worker(made())
+    worker.serve(4, 40)
+    expected = [row.ms_per_token for row in worker.estimator.rows(KEY) if row.is_best]
+    assert [choice.ms_per_token for choice in worker.estimator.table(KEY).choices] == pytest.approx(expected)
 
 
 def test_devices_learn_apart_from_a_first_guess_of_acceptance() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -228,6 +229,18 @@ def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_ano
     assert store.health().ok
     store.close()
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_process_that_may_open_no_more_files_is_no_loss_of_the_wal(store):
+    """A thousand workers, a connection each, used up what is allowed by default: the controller took its WAL for cut."""
+    assert store_now(store, moment([1])) is None
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert store_now(store, moment([2])) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert store.health().alive
 
 
 def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(store, monkeypatch):

@@ -94,6 +94,18 @@ def test_graphs_are_captured_for_lengths_that_the_table_does_not_list(runner):
         assert set(lookup) == set(range(LARGEST + 1))
 
 
+@pytest.mark.parametrize("are_apart", [True, False])
+@pytest.mark.parametrize("is_moe", [True, False])
+def test_replicas_keep_their_table_if_none_waits_for_another(runner, monkeypatch, is_moe, are_apart):
+    found = sys.modules["vllm.config"]
+    if not are_apart:
+        monkeypatch.delattr(found.ParallelConfig, "reconfigure_for_independent_dp_rank")
+    v2_runner.register()
+    config = found.VllmConfig(is_moe)
+    config._maybe_disable_dynamic_sd_for_data_parallel()  # noqa: SLF001
+    assert bool(config.table) is (are_apart and not is_moe)
+
+
 def fail(name):
     raise OSError("libcuda.so.1 is missing")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -100,7 +99,6 @@ async def serving(
     server: HttpServer, bound: socket.socket, on_failure: Callable[[BaseException], None] = lambda error: None
 ) -> AsyncIterator[None]:
     """Serve for the length of the block. on_failure: called if serving ends before."""
-    allow_many_files()
     task = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
@@ -124,11 +122,3 @@ async def serving(
             for connection in list(server.server_state.connections):
                 connection.transport.abort()  # ends its request; uvicorn would cancel it and log a traceback
         await task
-
-
-def allow_many_files() -> None:
-    """Raise the soft limit of open files, usually 1,024, for the largest number of connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + 1024 if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS + 1024)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
