@@ -14,9 +14,14 @@ def table_message(table: Table, limits: Limits) -> pb.LengthTable:
     choices = []
     for arm, members in groupby(table.choices, lambda choice: choice.arm.within(limits)):
         first, *others = members
-        more = {} if others else {"ms_per_token": first.ms_per_token}
-        last = others[-1] if others else first
-        choices.append(pb.BucketChoice(batch_min=first.batch_min, batch_max=last.batch_max, **arm._asdict(), **more))
+        choices.append(
+            pb.BucketChoice(
+                batch_min=first.batch_min,
+                batch_max=others[-1].batch_max if others else first.batch_max,
+                ms_per_token=None if others else first.ms_per_token,
+                **arm._asdict(),
+            )
+        )
     return pb.LengthTable(decision_version=table.version, choices=choices)
 
 

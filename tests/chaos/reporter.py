@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import grpc
+import numpy as np
 
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
@@ -23,29 +24,25 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.store_rows import rows
 from tests.support.waiting import until
+from tests.support.world import World
 
 EPOCH = 1_700_000_000
-SURVIVAL = (0.8, 0.6, 0.45, 0.3)
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float32")
 
 
 @lru_cache(maxsize=50_000)
 def step_report(worker: int, seq: int) -> pb.StepReport:
     """Report number seq of a worker: always the same one, so that a repetition is a true one."""
-    dice = random.Random(worker * 1_000_003 + seq)
-    batch_size = min(32, 1 << dice.randrange(6))
-    length = dice.randrange(5)
-    histogram = [0] * (length + 1)
-    for _ in range(batch_size):
-        accepted = next((i for i in range(length) if dice.random() > SURVIVAL[i] / (1, *SURVIVAL)[i]), length)
-        histogram[accepted] += 1
+    dice = np.random.default_rng((worker, seq))
+    batch_size, length = 1 << int(dice.integers(6)), int(dice.integers(5))
+    latency_s, histogram = World().draw(batch_size, length, dice)
     return pb.StepReport(
         seq=seq,
         batch_size=batch_size,
         speculation_length=length,
-        latency_s=0.005 * (1 + 0.1 * length + 0.05 * batch_size) * dice.uniform(0.9, 1.1),
+        latency_s=latency_s,
         accepted_histogram=histogram,
-        mean_context_length=dice.randrange(50, 60),
+        mean_context_length=int(dice.integers(50, 60)),
         flags=[pb.STEP_FLAG_PREFILL] if dice.random() < 0.05 else [],
     )
 

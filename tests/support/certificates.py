@@ -40,11 +40,8 @@ def self_signed(folder: Path, name: str) -> Pair:
 
 
 def signed(folder: Path, name: str, authority: Pair, extension: str) -> Pair:
-    pair, request, extensions = (
-        Pair(folder / f"{name}.pem", folder / f"{name}.key"),
-        folder / f"{name}.csr",
-        folder / "ext",
-    )
+    pair = Pair(folder / f"{name}.pem", folder / f"{name}.key")
+    request, extensions = folder / f"{name}.csr", folder / "ext"
     extensions.write_text(extension)
     openssl("req", *new_key(pair.key), "-subj", f"/CN={name}", "-out", str(request))
     by = ("-CA", str(authority.cert), "-CAkey", str(authority.key), "-CAcreateserial")

@@ -24,6 +24,9 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+LOOP = [5, 6, 7, 8] * 5  # n-grams match
+LONG = {"max_tokens": 30, "ignore_eos": True}
 # The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("SPECLEN_TEST_DEVICE", "cpu"))
 NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")

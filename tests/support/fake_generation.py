@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 from grpc import aio
@@ -30,11 +30,9 @@ class FakeService(rpc.GenerationServiceServicer):
     num_generated: int = 0
     num_accepted: int = 0
     num_drafted: int = 0
-    prompts: list[tuple[int, ...]] = field(default_factory=list)
 
     async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> AsyncIterator:  # noqa: N802
         self.num_requests += 1
-        self.prompts.append(tuple(request.tokenized.input_ids))
         if self.fail_after is not None and self.num_requests > self.fail_after:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
         length = request.speculation.length

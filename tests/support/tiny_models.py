@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -118,12 +117,3 @@ def save_pair(family: str, folder: Path, noise: float = 0.1, **overrides: object
     """Folders of a target and a draft that often agrees with it."""
     target = build(family, **overrides)
     return save(target, folder / "target"), save(noisy_copy(target, noise), folder / "draft")
-
-
-@torch.no_grad()
-def greedy(model: Callable, prompt: list[int], num_tokens: int) -> list[int]:
-    """The model's own output, one full forward per token: the truth that the engine is compared with."""
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]

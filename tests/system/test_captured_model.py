@@ -85,20 +85,17 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> No
     assert 0 < len(recorded) < len(chooser.records)
 
 
+SHORT = {"max_speculation_length": 3, "max_context_length": 100}
+
+
 def test_passes_are_recorded_before_anybody_is_served() -> None:
     """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
-    recorder = CountingRecorder()
-    chooser = RandomLengths(1, longest=3)
-    engine = engines.make_engine(
-        chooser=chooser, recorder=recorder, max_speculation_length=3, max_context_length=100, record_ahead_s=60
-    )
+    recorder, chooser = CountingRecorder(), RandomLengths(1, longest=3)
+    engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
     # 1, 2 and 4 rows of up to 128 tokens: of the target 1 to 4 queries each, of the draft one or two.
     num_recorded = 3 * 4 + 3 * 2 + num_blocks_recorded(engine)
     assert recorder.num_recordings == num_recorded
-    expected = engines.make_engine(
-        chooser=RandomLengths(1, longest=3), max_speculation_length=3, max_context_length=100
-    )
-    assert texts(engine) == texts(expected)
+    assert texts(engine) == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **SHORT))
     assert not any(StepFlag.COMPILATION in result.flags for result in chooser.records if not catches_up(result))
     assert recorder.num_recordings <= num_recorded + sum(map(catches_up, chooser.records))
 
@@ -133,14 +130,13 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The largest are tried first: they are told of once, and run unrecorded."""
-    recorder, settings = PickyRecorder(8), {"max_speculation_length": 3, "max_context_length": 100}
-    chooser = RandomLengths(1, longest=3)
+    recorder, chooser = PickyRecorder(8), RandomLengths(1, longest=3)
     with caplog.at_level(logging.WARNING):
-        engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **settings)
+        engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
         assert num_kept(engine.target) == 2 * 4 + 2, "1 and 2 rows of up to 4 queries, 4 rows of up to 2"
         before = recorder.num_recordings
         found = texts(engine)
-    assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **settings))
+    assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **SHORT))
     assert recorder.num_recordings <= before + sum(map(catches_up, chooser.records))
     told = [record.getMessage() for record in caplog.records if "capture PassShape" in record.getMessage()]
     assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"

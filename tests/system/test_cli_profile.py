@@ -204,17 +204,15 @@ def test_bad_settings_are_named(folders: tuple[str, str], tmp_path: Path, argume
     assert reason in fail("run", *models(folders), "--no-store", "--db", tmp_path / "s.db", *arguments)
 
 
-def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> ProfileDocument:
-    cells = tuple(
-        ProfileCell(b, s, scale * (0.010 + 0.001 * s + 0.0005 * s * b), 1e-5, 20, 100.0)
-        for b in (1, 2, 8)
-        for s in range(4)
-    )
-    return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
+CELLS = tuple(
+    ProfileCell(b, s, 0.010 + 0.001 * s + 0.0005 * s * b, 1e-5, 20, 100.0) for b in (1, 2, 8) for s in range(4)
+)
+PROFILE = Profile(CELLS, (0.7, 0.5, 0.4), (100, 70, 50), source="made up")
+DOCUMENT = ProfileDocument(KEY, PROFILE, "2026-01-01T00:00:00")
 
 
 def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
-    analysis = analyse(document(1.0))
+    analysis = analyse(DOCUMENT)
     one, _, eight = analysis
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
     assert one.ms_per_token == pytest.approx({0: 10.0, 1: 11.5 / 1.7, 2: 13 / 2.2, 3: 14.5 / 2.6})
@@ -223,12 +221,12 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() 
     assert eight.best_length == 1
     for batch in analysis:
         assert batch.estimator_excess < 0.1
-    assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
+    assert ms_per_token(PROFILE, CELLS[3]) == pytest.approx(14.5 / 2.6)
 
 
-def own_import(db: Path, key: ContextKey = KEY) -> int:
+def own_import(db: Path) -> int:
     """Import a made-up profile while no controller runs."""
-    return Destination(db, "", Client()).take(document(1.0).to_request(key))
+    return Destination(db, "", Client()).take(DOCUMENT.to_request(KEY))
 
 
 def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

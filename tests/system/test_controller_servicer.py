@@ -90,11 +90,7 @@ async def test_old_and_unknown_lives_are_refused(tmp_path):
         await stream.read()
         await at.stub.RegisterWorker(registration(epoch=8))
         assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
-        for attempt in (
-            at.stub.RegisterWorker(registration(epoch=7)),
-            at.stub.ReportStep(unary),
-            first_answer(at, 7),
-        ):
+        for attempt in (at.stub.RegisterWorker(registration(epoch=7)), at.stub.ReportStep(unary), first_answer(at, 7)):
             code, details = await status_of(attempt)
             assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
         await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())

@@ -18,10 +18,8 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
-from tests.support import engines, tiny_models
-from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
-
-PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+from tests.support import engines
+from tests.support.engines import PROMPT, Arms, Collected, finish, generate, make_engine, request
 
 
 def fail_once_with_prompts(engine: Engine) -> list[int]:

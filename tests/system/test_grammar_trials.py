@@ -140,10 +140,7 @@ async def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatc
 
 
 async def test_a_model_that_cannot_is_told() -> None:
-    for tokenizer, ends, words in (
-        (tiny_models.tokenizer(), [], "no end token"),
-        (object(), [0], "fast tokenizer"),
-    ):
+    for tokenizer, ends, words in ((tiny_models.tokenizer(), [], "no end token"), (object(), [0], "fast tokenizer")):
         prepared = Grammars(tokenizer, tiny_models.VOCAB_SIZE, ends)
         with pytest.raises(ValueError, match=words):
             await prepared.prepare(StructuredOutput("regex", "a"), "a")

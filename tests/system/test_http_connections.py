@@ -55,10 +55,7 @@ def test_slow_headers_end_the_connection(worker, monkeypatch):
         dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         second.sendall(b"G")
         empty.sendall(b"\r\n")  # begins no request, and took every timeout off the connection
-        assert closed_after(silent) < 20
-        assert closed_after(dripping) < 20
-        assert closed_after(second) < 20
-        assert closed_after(empty) < 20
+        assert all(closed_after(one) < 20 for one in (silent, dripping, second, empty))
 
 
 def test_endless_headers_end_the_connection(worker):

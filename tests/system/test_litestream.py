@@ -37,11 +37,7 @@ def report_some(address: str, last_seq: int) -> None:
 def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_path):
     """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
     folder, database = tmp_path / "volume", tmp_path / "volume" / "speclen.db"
-    environment = {
-        **os.environ,
-        "SPECLEN_DATABASE": str(database),
-        "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}",
-    }
+    environment = {**os.environ, "SPECLEN_DATABASE": str(database), "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}"}
     replicating = subprocess.Popen(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
     try:
         with running_controller(folder) as controller:

@@ -19,11 +19,6 @@ from tests.support import tiny_models
 from tests.support.control_fakes import served
 
 
-def speclen(*arguments, timeout=280):
-    command = [sys.executable, "-m", "speclen.cli.app", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), max_position_embeddings=1024)
@@ -34,7 +29,9 @@ def test_one_command_compares_policies_on_one_worker(pair, tmp_path):
     models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu", "--threads", "1", "--max-batch-size", "4"]
     how = ["--track", "mixed", "--block-s", "2", "--minutes", "5", "--learn-s", "2", "--max-length", "2"]
     kept = ["--out", str(out), "--reports", str(tmp_path / "reports.db")]
-    done = speclen("serve", *models, *how, *kept, "--compare", "adaptive,none,fixed:2,n-gram", "--repeats", "2")
+    how += ["--compare", "adaptive,none,fixed:2,n-gram", "--repeats", "2"]
+    command = [sys.executable, "-m", "speclen.cli.app", "bench", "serve", *models, *how, *kept]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     printed = json.loads(out.read_text())
     assert "equal the first policy's in every token" in done.stdout

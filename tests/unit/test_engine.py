@@ -14,6 +14,9 @@ from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (
+    LONG,
+    LOOP,
+    PROMPT,
     Arms,
     Collected,
     RandomArms,
@@ -26,8 +29,6 @@ from tests.support.engines import (
     make_pair,
     request,
 )
-
-PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 
 def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
@@ -203,8 +204,6 @@ def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
 
 # N-grams.
 
-LOOP = [5, 6, 7, 8] * 5
-LONG = {"max_tokens": 30, "ignore_eos": True}
 NGRAM = Arm(0, ngram=True)
 
 

@@ -17,19 +17,10 @@ from speclen.worker.requests.detokenize import Detokenizer
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured.grammar import Grammar
-from tests.support import engines, tiny_models
-from tests.support.engines import (
-    Collected,
-    RandomArms,
-    RandomLengths,
-    finish,
-    generate,
-    make_engine,
-    request,
-)
+from tests.support import engines
+from tests.support.engines import PROMPT, Collected, RandomArms, RandomLengths, finish, generate, make_engine, request
 from tests.support.grammars import prepare
 
-PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 3, "n": 3},

@@ -93,16 +93,10 @@ def test_few_visits_are_taken_for_uncertain(num_visits: int) -> None:
     assert cell.step_s_stderr >= 0.0005
 
 
-def test_survival_counts_a_full_run_as_censored() -> None:
+def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows() -> None:
     """Ten rows at length 1, all accepted, say nothing of position 2; ten at length 2 do."""
-    values, rows = survival({1: [0, 10], 2: [5, 3, 2]})
-    assert rows == [20, 5]
-    assert values == pytest.approx([15 / 20, 15 / 20 * 2 / 5])
-
-
-def test_survival_without_speculation_is_empty_and_without_rows_zero() -> None:
-    assert survival({}) == ([], [])
-    assert survival({0: [50]}) == ([], [])
+    assert survival({1: [0, 10], 2: [5, 3, 2]}) == (pytest.approx([15 / 20, 15 / 20 * 2 / 5]), [20, 5])
+    assert survival({}) == survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])
 
 

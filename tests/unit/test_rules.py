@@ -38,10 +38,7 @@ def step(
 
 
 def rule_of(
-    batch: BatchSampling,
-    positions: torch.Tensor,
-    generator: torch.Generator | None,
-    on_host: bool = False,
+    batch: BatchSampling, positions: torch.Tensor, generator: torch.Generator | None, on_host: bool = False
 ) -> TokenRule:
     """The rule for rows of all kinds, or that of the host."""
     if not on_host:

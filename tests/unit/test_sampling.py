@@ -129,11 +129,7 @@ def test_cuts_equal_those_made_by_hand(top_k: int, top_p: float, min_p: float) -
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(top_k)) * 2
     temperature = torch.tensor([0.7, 1.5])
     got = distribution(
-        logits,
-        temperature,
-        torch.tensor([top_k] * 2),
-        torch.tensor([top_p] * 2),
-        torch.tensor([min_p] * 2),
+        logits, temperature, torch.tensor([top_k] * 2), torch.tensor([top_p] * 2), torch.tensor([min_p] * 2)
     )
     for row, column in itertools.product(range(2), range(3)):
         probs = torch.softmax(logits[row, column].double() / float(temperature[row]), -1).tolist()

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speclen.controller.service.registry import (
-    FullError,
-    Registration,
-    Registry,
-)
+from speclen.controller.service.registry import FullError, Registration, Registry
 from speclen.controller.service.sequence import GAP_PATIENCE_S, MAX_RANGES, SeqWindow
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.records import ContextKey, Limits

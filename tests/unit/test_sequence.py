@@ -60,6 +60,14 @@ UNTIL_STOP = next(WORDS[:at] for at in range(len(WORDS)) if "STOP" in tiny_model
 # Sampling, tokens that come, tokens of the output, its text, and what ends it; None: any.
 ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, FinishReason, int | str | None]] = {
     "the end token": ({}, [*ABC, EOS, *XYZ], [*ABC, EOS], "abc", STOP, EOS),
+    "the end token, which is shown": (
+        {"include_special_tokens": True},
+        [*ABC, EOS],
+        None,
+        "abc<|endoftext|>",
+        STOP,
+        EOS,
+    ),
     "not an end token that is ignored": (
         *({"ignore_eos": True, "max_tokens": len(ABC) + 1 + len(XYZ)}, [*ABC, EOS, *XYZ], [*ABC, EOS, *XYZ]),
         *("abcxyz", LENGTH, None),
@@ -112,22 +120,11 @@ def test_a_sequence_ends_where_it_should(end: str, step: int) -> None:
     assert text in (None, found_text)
 
 
-def test_the_end_token_is_shown_when_special_tokens_are() -> None:
-    one = sequence(include_special_tokens=True)
-    assert one.show(one.append([*encode("a"), EOS])).text == "a<|endoftext|>"
-
-
 def test_abort_shows_what_was_held_back() -> None:
     one = sequence(stop=("STOP",))
     assert one.show(one.append(encode("ab ST"))).text == "ab "
     output = one.abort()
     assert (output.text, output.finish_reason, output.token_ids) == ("ST", FinishReason.ABORT, ())
-
-
-def test_an_unfinished_character_waits_for_its_end() -> None:
-    one = sequence()
-    ids = encode("🙂")
-    assert [one.show(one.append([token])).text for token in ids] == [""] * (len(ids) - 1) + ["🙂"]
 
 
 def test_log_probabilities_are_cut_with_their_tokens() -> None:

@@ -31,8 +31,8 @@ def make_round(number, order, failed=()):
     return Round(number, tuple(order), {n: figures(shared * SLOWNESS[n], rng, 3 * (n in failed)) for n in order})
 
 
-def comparison_with(rounds=20, make=make_round, minutes=1e9):
-    comparison = Comparison(tuple(SLOWNESS))
+def comparison_with(rounds=20, make=make_round, minutes=1e9, turns=1):
+    comparison = Comparison(tuple(SLOWNESS), turns=turns)
     said = []
     run_rounds(comparison, make, itertools.count(0.0).__next__, 60 * minutes, rounds, said.append)
     return comparison, said
@@ -69,9 +69,7 @@ def by_turns(rounds):
         rng = np.random.default_rng(number)
         return Round(number, tuple(order), {name: figures(slowness[name], rng) for name in order})
 
-    comparison = Comparison(tuple(SLOWNESS), turns=2)
-    run_rounds(comparison, make, itertools.count(0.0).__next__, 1e9, rounds, lambda line: None)
-    return comparison
+    return comparison_with(rounds, make, turns=2)[0]
 
 
 def test_kinds_of_blocks_that_take_turns_are_judged_apart():

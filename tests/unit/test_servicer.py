@@ -17,12 +17,7 @@ from structlog.testing import capture_logs
 from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.requests.request import (
-    FinishReason,
-    GenerationRequest,
-    SequenceOutput,
-    SlowReaderError,
-)
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, SlowReaderError
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
 from speclen.worker.service.servicer import caller_of
@@ -102,10 +97,7 @@ async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
 
 async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str) -> int:
     """Tokens that a request of this caller gets."""
-    async with (
-        engine.open(uuid.uuid4().hex) as stream,
-        engine.running([request], stream, caller, 0.0) as outputs,
-    ):
+    async with engine.open(uuid.uuid4().hex) as stream, engine.running([request], stream, caller, 0.0) as outputs:
         return sum([len(output.token_ids) async for group in outputs for output in group])
 
 

@@ -11,11 +11,20 @@ from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
-from tests.support import engines, tiny_models
+from tests.support import engines
 from tests.support.control_parts import worker_metrics
-from tests.support.engines import Arms, Collected, RandomArms, finish, generate, make_engine, request
-
-PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+from tests.support.engines import (
+    LONG,
+    LOOP,
+    PROMPT,
+    Arms,
+    Collected,
+    RandomArms,
+    finish,
+    generate,
+    make_engine,
+    request,
+)
 
 
 def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
@@ -28,10 +37,6 @@ def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_th
     generate(engine, request("b", PROMPT[::-1], max_tokens=12, ignore_eos=True))
     assert not any(StepFlag.CATCH_UP in record.flags for record in chooser.records)
     assert chooser.records[0].draft_prefill_s > 0.0
-
-
-LOOP = [5, 6, 7, 8] * 5
-LONG = {"max_tokens": 30, "ignore_eos": True}
 
 
 @pytest.mark.parametrize(

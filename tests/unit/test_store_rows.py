@@ -17,64 +17,51 @@ from tests.support.store_rows import context, decision, estimate, moment, report
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("latency_s", math.nan),
-        ("latency_s", math.inf),
-        ("latency_s", 0.0),
-        ("latency_s", 3600.1),
-        ("latency_s", "fast"),
-        ("batch_size", 0),
-        ("batch_size", 4097),
-        ("batch_size", 1.5),
-        ("speculation_length", -1),
-        ("speculation_length", 65),
-        ("ngram", 2),
-        ("num_drafted_sequences", 5),  # of 4
-        ("num_verified_tokens", -1),
-        ("draft_prefill_s", math.nan),
-        ("evaluations", "[["),
-        ("class_histograms", "{"),
-        ("accepted_histogram", "[1,2"),
-        ("accepted_histogram", None),
-        ("num_accepted_tokens", 9),  # 4 rows of length 2 accept at most 8
-        ("num_accepted_tokens", -1),
-        ("mean_context_length", math.nan),
-        ("seq", 0),
-        ("epoch", 2**63),
-        ("worker_key", 99),
-        ("context_id", 99),
+        ("latency_s", [math.nan, math.inf, 0.0, 3600.1, "fast"]),
+        ("batch_size", [0, 4097, 1.5]),
+        ("speculation_length", [-1, 65]),
+        ("ngram", [2]),
+        ("num_drafted_sequences", [5]),  # of 4
+        ("num_verified_tokens", [-1]),
+        ("draft_prefill_s", [math.nan]),
+        ("evaluations", ["[["]),
+        ("class_histograms", ["{"]),
+        ("accepted_histogram", ["[1,2", None]),
+        ("num_accepted_tokens", [9, -1]),  # 4 rows of length 2 accept at most 8
+        ("mean_context_length", [math.nan]),
+        ("seq", [0]),
+        ("epoch", [2**63]),
+        ("worker_key", [99]),
+        ("context_id", [99]),
     ],
 )
-def test_a_nonsensical_report_is_left_out_and_the_others_stay(store, field, value):
-    bad = report(2)._replace(**{field: value})
-    error = store_now(store, moment([1, 3], reports=[report(1), bad, report(3)]))
-    assert error is None
-    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (3,)]
-    assert store.health().num_rows_refused == 1
+def test_nonsensical_reports_are_left_out_and_the_others_stay(store, field, values):
+    bad = [report(seq)._replace(**{field: value}) for seq, value in enumerate(values, 2)]
+    assert store_now(store, moment([1, 9], reports=[report(1), *bad, report(9)])) is None
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (9,)]
+    assert store.health().num_rows_refused == len(values)
     [(kind, count, detail)] = rows(store.path, "SELECT kind, num_rows, detail FROM store_events")
-    assert (kind, count) == ("rows_refused", 1)
+    assert (kind, count) == ("rows_refused", len(values))
     assert detail.startswith("step_reports: ")
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("step_s", math.nan),
-        ("step_s", 0.0),
-        ("step_s", math.inf),
-        ("expected_tokens", 0.99),
-        ("expected_tokens", math.nan),
-        ("ms_per_token_low", math.nan),
-        ("ms_per_token_high", 8.9),  # below low
-        ("ms_per_token_high", math.inf),
-        ("source", "hearsay"),
+        ("step_s", [math.nan, 0.0, math.inf]),
+        ("expected_tokens", [0.99, math.nan]),
+        ("ms_per_token_low", [math.nan]),
+        ("ms_per_token_high", [8.9, math.inf]),  # below low
+        ("source", ["hearsay"]),
     ],
 )
-def test_a_nonsensical_estimate_is_left_out(store, field, value):
-    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(1), estimate(2, **{field: value})]))
+def test_nonsensical_estimates_are_left_out(store, field, values):
+    bad = [estimate(length, **{field: value}) for length, value in enumerate(values, 2)]
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(1), *bad]))
     assert rows(store.path, "SELECT speculation_length FROM arm_estimates") == [(1,)]
-    assert store.health().num_rows_refused == 1
+    assert store.health().num_rows_refused == len(values)
 
 
 def test_an_empty_state_does_not_replace_the_one_before(store):

@@ -106,10 +106,7 @@ VIEWS = ["learned_table", "current_choice", "choices", "decision_history", "pred
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
-    store_now(
-        store,
-        moment([1], arm_estimates=[estimate(is_best=True)], decisions=[decision(1, 2)]),
-    )
+    store_now(store, moment([1], arm_estimates=[estimate(is_best=True)], decisions=[decision(1, 2)]))
     store_now(store, moment([2], reports=[report(2)]))
     here = rows(store.path, f"SELECT * FROM {name}")
     there = system_sqlite_rows(store.path, f"SELECT * FROM {name}")

@@ -5,26 +5,21 @@ reading the weights of a layer of a model of 7 billion parameters, and several t
 five; the products stay torch's. They compute what the plain operators in `llama` do. They are for recorded passes: from
 Python Triton launches one more slowly than torch all that it replaces.
 
-Attention reads each row up to its own length. torch's attention reads all rows up to the longest, which is fixed in a
-recording: it needs one for every length.
-
 Triton comes with torch's builds for GPUs. Importing this module fails where it is missing.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 
+from speclen.worker.backends.torch.fused_attention import attend, device_of
+
+__all__ = ["add_norm", "attend", "gate", "rotate_and_store", "works_on"]
+
 HEADS_PER_PROGRAM = 16
 COLUMNS_PER_PROGRAM = 1024
-# Of attention: most queries of one program, and most bytes of keys that it reads at once.
-QUERIES_PER_PROGRAM = 64
-KEYS_BYTES = 16_384
-SMALLEST_PRODUCT = 16  # least rows and columns of a product in Triton
 
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -105,49 +100,6 @@ def rotate_and_store(
     return query
 
 
-def attend(
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    layer: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    num_places: int,
-) -> torch.Tensor:
-    """Each query's attention to its row's tokens up to itself: [rows, queries, heads, head_dim].
-
-    query: [rows, heads, queries, head_dim]. rows: [rows], of the pool, whose layer's keys and values are read. positions:
-    [rows, queries], contiguous. window: visible tokens, the query's own included. num_places: of a row; padding queries, at
-    positions from there on, get zeros.
-    """
-    num_rows, heads, queries, head_dim = query.shape
-    kv_heads, length = layer.shape[2:4]
-    grouped = heads // kv_heads * queries  # queries that read the same keys
-    block_queries = min(QUERIES_PER_PROGRAM, max(SMALLEST_PRODUCT, triton.next_power_of_2(grouped)))
-    block_dim = max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
-    block_keys = min(128, max(SMALLEST_PRODUCT, KEYS_BYTES // (block_dim * query.element_size())))
-    output = query.new_empty(num_rows, queries, heads, head_dim)
-    with device_of(query):
-        _attend[(num_rows, kv_heads, triton.cdiv(grouped, block_queries))](
-            *(query, rows, positions, layer, output, scaling, window or 0, num_places, grouped, queries, length),
-            has_window=window is not None,
-            is_interpreted=not query.is_cuda,
-            num_heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_queries=block_queries,
-            block_keys=block_keys,
-            block_dim=block_dim,
-            num_stages=2,
-        )
-    return output
-
-
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Context of a tensor's device: Triton launches on the thread's current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
 @triton.jit
 def _add_norm(
     x,
@@ -226,72 +178,3 @@ def _rotate_and_store(
     position = tl.load(positions + token)
     place = (tl.load(rows + row).to(tl.int64) * num_stored + head - num_heads) * length + position
     tl.store(layer + place * head_dim + dims, kept, mask=inside & (head >= num_heads))
-
-
-@triton.jit(do_not_specialize=["window", "num_places", "grouped", "queries"])
-def _attend(
-    query,
-    rows,
-    positions,
-    layer,
-    output,
-    scaling,
-    window,
-    num_places,
-    grouped,
-    queries,
-    length,
-    has_window: tl.constexpr,
-    is_interpreted: tl.constexpr,
-    num_heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    block_queries: tl.constexpr,
-    block_keys: tl.constexpr,
-    block_dim: tl.constexpr,
-):
-    """One program a row, head of keys, and block_queries of the queries that read them; softmax as it goes along."""
-    row, kv_head = tl.program_id(0), tl.program_id(1)
-    asked = tl.program_id(2) * block_queries + tl.arange(0, block_queries)
-    dims = tl.arange(0, block_dim)
-    is_dim = dims < head_dim
-    position = tl.load(positions + row * queries + asked % queries, mask=asked < grouped, other=-1)
-    position = tl.where(position < num_places, position, -1).to(tl.int32)
-    first_asked = (row.to(tl.int64) * num_heads * queries + kv_head * grouped) * head_dim
-    held = (asked < grouped)[:, None] & is_dim[None, :]
-    q = tl.load(query + first_asked + asked[:, None] * head_dim + dims[None, :], mask=held, other=0.0)
-    stored = tl.load(rows + row).to(tl.int64) * 2 * kv_heads + kv_head
-    keys, values = layer + stored * length * head_dim, layer + (stored + kv_heads) * length * head_dim
-    end = tl.max(position, axis=0) + 1
-    start = 0
-    if has_window:
-        # Only queries with a place count; without any, nothing is read.
-        first = tl.min(tl.where(position >= 0, position, end), axis=0)
-        start = tl.maximum(0, first - window + 1) // block_keys * block_keys
-    best = tl.full([block_queries], float("-inf"), tl.float32)
-    total = tl.zeros([block_queries], tl.float32)
-    summed = tl.zeros([block_queries, block_dim], tl.float32)
-    for first_key in range(start, end, block_keys):
-        place = first_key + tl.arange(0, block_keys)
-        is_read = (place < end)[:, None] & is_dim[None, :]
-        key = tl.load(keys + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
-        value = tl.load(values + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
-        if is_interpreted:  # the interpreter reads bfloat16 as integers
-            q, key, value = q.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
-        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
-        ages = position[:, None] - place[None, :]
-        if has_window:
-            scores = tl.where(ages < window, scores, float("-inf"))
-        scores = tl.where(ages >= 0, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        # A query that has seen nothing yet has no best score to subtract.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - base[:, None])
-        kept = tl.exp(best - base)
-        summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        total = total * kept + tl.sum(weights, axis=1)
-        best = higher
-    attended = summed / tl.where(total > 0, total, 1.0)[:, None]
-    head, column = kv_head * (grouped // queries) + asked // queries, asked % queries
-    place = ((row.to(tl.int64) * queries + column) * num_heads + head) * head_dim
-    tl.store(output + place[:, None] + dims[None, :], attended.to(output.dtype.element_ty), mask=held)

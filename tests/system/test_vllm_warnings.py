@@ -1,0 +1,124 @@
+"""vLLM serves on whatever happens: what is wrong is told in one line, with the way out."""
+
+import logging
+import sys
+import time
+
+import pytest
+
+from speclen.integrations.vllm import logs
+from tests.support import fake_vllm
+from tests.support.vllm_serving import NOBODY, controller, serve
+from tests.support.waiting import until
+
+
+def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
+    monkeypatch.setattr("speclen.integrations.vllm.background.TELL_S", 0.1)
+    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        serve(scheduler)
+        until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
+
+
+def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
+    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        assert serve(scheduler, num_requests=2)[1:] == [5] * 19
+        assert serve(scheduler, num_requests=6)[1:] == [2] * 19
+        until(lambda: "no controller yet" in caplog.text, what="told")
+        time.sleep(1.5)  # two more attempts
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert NOBODY in told[0]
+    assert "correct SPECLEN_CONTROLLER" in told[0], "the way out"
+
+
+NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("variables", "changes", "named", "way_out"),
+    [
+        ({"SPECLEN_CONTROLLER": ""}, {}, "SPECLEN_CONTROLLER", "give the address"),
+        ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
+        ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
+        ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
+        ({"SPECLEN_WORKER_POLICY": "fixed:9"}, {}, "fixed:9", "raise that"),
+        ({"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": "/no/such"}, {}, "CONTROLLER_TOKEN_FILE /no/such", "cannot be read"),
+        ({"SPECLEN_WORKER_CONTROLLER_CERT": "/a.pem"}, {}, "SPECLEN_WORKER_CONTROLLER_KEY", "give both"),
+        ({}, {"speculative_config": None}, "no speculative config", "--speculative-config"),
+        ({}, {"speculative_config__method": "medusa"}, "'medusa'", "use one of draft_model"),
+        ({}, {"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2", "tensor_parallel_size"),
+        ({}, NO_TABLE, "num_speculative_tokens_per_batch_size", "[[1, 8, 5]]"),
+        ({}, {"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4", "start 4 servers"),
+        ({}, {"speculative_config__num_speculative_tokens": 99}, "99", "give less"),
+    ],
+)
+def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, variables, changes, named, way_out):
+    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
+        serve(scheduler)
+    [told] = caplog.records
+    assert told.levelno == logging.WARNING
+    assert named in told.getMessage()
+    assert way_out in told.getMessage()
+    assert scheduler.steering is None
+
+
+FIELD = "num_spec_tokens_to_schedule"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_on", "words"),
+    [
+        (lambda patch: fake_vllm.install(patch, "0.99.0"), True, "vLLM 0.99.0 was not tried"),
+        (
+            lambda patch: patch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, FIELD),
+            False,
+            f"vLLM 0.32.0 has no SchedulerOutput.{FIELD}",
+        ),
+        (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), False, "vllm.v1.outputs"),
+    ],
+)
+def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
+    change(monkeypatch)
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        assert (scheduler.steering is not None) is is_on
+        serve(scheduler)
+    assert [words in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, scheduler_for, caplog):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("fedcba9876543210fedcba9876543210")
+    at_info = caplog.at_level(logging.INFO, logger=logs.LOGGER)
+    with at_info, controller(tmp_path, token_file=token, run_id="a") as there:
+        variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
+        refused = scheduler_for(**variables)
+        until(lambda: "UNAUTHENTICATED" in caplog.text, what="refused")
+        assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
+        assert serve(refused)[1:] == [5] * 19
+        other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
+        until(lambda: "FAILED_PRECONDITION" in caplog.text, what="refused")
+        assert "SPECLEN_WORKER_RUN_ID" in caplog.text
+        assert serve(other)[1:] == [5] * 19
+
+
+@pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
+def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, hook):
+    scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+    steering = scheduler.steering
+
+    def fail(*_):
+        raise RuntimeError("a fault of ours")
+
+    setattr(steering, hook, fail)
+    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+        serve(scheduler)
+    assert "a fault of ours" in caplog.text
+    assert "vLLM serves on" in caplog.text
+    assert scheduler.steering is None
+    steering.reporting.stop()

@@ -1,0 +1,176 @@
+"""Contexts of the estimator: kept, replayed, widened and begun anew; isolated workers, and policies that do not learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
+from speclen.controller.estimator import Estimator, Outcome
+from speclen.controller.estimator.workers import MOST_TRACKED
+from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
+from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
+
+
+def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_between() -> None:
+    first = Worker(made())
+    second = Worker(made())
+    for number in range(24):
+        assert first.serve(SIZES[number % 6], 16) == second.serve(SIZES[number % 6], 16)
+        if number % 5 == 0:
+            blob, second.estimator = second.estimator.save(KEY.pair), made()
+            second.estimator.restore(KEY.pair, blob)
+            assert second.estimator.save(KEY.pair) == blob
+    assert first.estimator.rows(KEY) == second.estimator.rows(KEY)
+    assert first.estimator.table(KEY) == second.estimator.table(KEY)
+
+
+class Noted(Estimator):
+    """Notes its events, and its decisions with the last group before each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.made: list[tuple[int, Decision]] = []
+        self.num_groups = 0
+
+    def note(self, event: Event, decisions: list[Decision]) -> None:
+        self.events.append(event)
+        self.made += [(self.num_groups, each) for each in decisions]
+
+    def observe(self, key: ContextKey, records: Sequence[StepRecord], worker_id: str = "") -> Outcome:
+        self.num_groups += 1
+        outcome = super().observe(key, records, worker_id)
+        self.note(GroupObserved(self.num_groups, key, worker_id, records), outcome.decisions)
+        return outcome
+
+
+def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
+    """To the last bit, and without the probes. The profile is wrong, and the context is widened half-way."""
+    estimator = Noted()
+    for limits in (Limits(8, 4), LIMITS):
+        estimator.note(ContextAdded(KEY, limits), estimator.add_context(KEY, limits))
+        if not estimator.num_groups:
+            imported = ProfileImported(KEY, profile(draft_s=0.015, sizes=(1, 4, 8), longest=4))
+            estimator.note(imported, estimator.seed_profile(*imported))
+        worker = Worker(estimator)
+        for number in range(20):
+            worker.serve((1, 4, 8)[number % 3], 16)
+    assert replay(estimator.events).decisions == estimator.made
+    assert len(estimator.made) > 2
+
+
+def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
+    """Of those that are too many to be told apart as well: their evidence lies where a profile's would be put."""
+    estimator = made()
+    for number in range(MOST_TRACKED + 4):
+        Worker(estimator, f"worker-{number}").serve(4, GROUP)
+    before = [row.num_steps for row in estimator.rows(KEY)]
+    estimator.seed_profile(KEY, profile())
+    assert [row.num_steps for row in estimator.rows(KEY)] == before
+    assert sum(before) == GROUP * (MOST_TRACKED + 4)
+
+
+def test_a_widened_context_keeps_what_it_uses() -> None:
+    worker = Worker(made(limits=Limits(8, 8)))
+    for number in range(20):
+        worker.serve((1, 2, 4, 8)[number % 4], 40)
+    worker.estimator.add_context(KEY, Limits(16, 8))
+    assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
+    assert worker.estimator.table(KEY).choices[-1].batch_max == 16
+    worker.serve(8, 40)
+    assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
+
+
+def wrong_times(step: StepRecord) -> StepRecord:
+    return step._replace(latency_s=step.latency_s * 4.0 / (1 + step.arm.speculation_length) ** 1.5)
+
+
+def all_accepted(step: StepRecord) -> StepRecord:
+    return step._replace(accepted_histogram=(0,) * step.arm.speculation_length + (step.batch_size,))
+
+
+@pytest.mark.parametrize("fault", [wrong_times, all_accepted])
+def test_a_faulty_worker_of_four_is_isolated_and_the_others_keep_their_choice(fault) -> None:
+    estimator = made()
+    workers = [Worker(estimator, f"worker-{at}", at, 0.6) for at in range(4)]
+
+    workers[0].distort = fault
+    for number in range(100):
+        for at, worker in enumerate(workers):
+            worker.serve((2, 4, 8, 12)[(number // 5 + at) % 4], GROUP)
+    assert [estimator.is_isolated(KEY, worker.name) for worker in workers] == [True, False, False, False]
+    assert estimator.num_isolated(KEY) == 1
+    assert max(workers[1].shortfall(size) for size in (2, 4, 8, 12)) < 0.03
+
+
+def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
+    worker, found = Worker(made(limits=Limits(32, 8, True))), []
+    for _ in range(100):
+        worker.estimator.observe(KEY, [worker.step(4, 2) for _ in range(GROUP)], worker.name)
+        found.append(worker.estimator.take_probe(KEY, worker.name, 4, Limits(32, 3)))
+    probes = [probe for probe in found if probe is not None]
+    assert probes
+    assert all(probe.arm.within(Limits(32, 3)) == probe.arm for probe in probes)
+    assert len({probe.probe_id for probe in probes}) == len(probes)
+
+
+@pytest.mark.parametrize(("policy", "length"), [("none", 0), ("fixed:3", 3), ("profile", 8)])
+def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -> None:
+    worker = Worker(made(policy))
+    worker.estimator.seed_profile(KEY, profile(draft_s=1e-5, acceptance=0.99))
+    assert worker.serve(1, 160) == [None] * 20
+    assert worker.estimator.table(KEY).arm_for(1) == Arm(length)
+
+
+def test_a_policy_that_does_not_learn_is_that_of_isolated_workers_too() -> None:
+    estimator = made("fixed:3")
+    workers = [Worker(estimator, f"worker-{at}", at, 0.6) for at in range(4)]
+    workers[0].distort = all_accepted
+    for _ in range(60):
+        for worker in workers:
+            worker.serve(4, GROUP)
+    assert estimator.is_isolated(KEY, "worker-0")
+    assert {choice.arm for choice in estimator.table(KEY, "worker-0").choices} == {Arm(3)}
+
+
+def test_a_policy_that_does_not_learn_goes_on_with_longer_lengths() -> None:
+    worker = Worker(made("fixed:5", limits=Limits(8, 2)))
+    worker.serve(4, 40)
+    decisions = worker.estimator.add_context(KEY, Limits(8, 7))
+    assert [each.arm for each in decisions] == [Arm(5)] * 8
+    assert all(each.previous_ms_per_token and each.ms_per_token for each in decisions)
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(ValueError, match="best"):
+        Estimator("best")
+    with pytest.raises(ValueError, match="state"):
+        made().restore(KEY.pair, b"nothing of ours")
+
+
+def test_contexts_of_one_pair_may_have_other_limits():
+    """A context with shorter lengths than another of its pair once raised from the shapes of what they shared."""
+    estimator = Estimator()
+    short, long = (ContextKey("target", "draft", device, "float32") for device in ("small", "large"))
+    estimator.add_context(short, Limits(8, 2))
+    estimator.add_context(long, Limits(16, 6, ngram=True))
+    estimator.seed_profile(short, Profile((ProfileCell(1, 0, 0.01), ProfileCell(4, 2, 0.02)), (0.7, 0.5), (50, 50)))
+    for key, length in ((short, 2), (long, 6)):
+        steps = [StepRecord(seq, 4, Arm(length), 0.02, (2, *[0] * (length - 1), 2)) for seq in range(1, 40)]
+        estimator.observe(key, steps, "worker")
+        assert max(row.arm.speculation_length for row in estimator.rows(key)) == length
+        assert estimator.table(key).choices
+
+
+def test_a_context_that_starts_anew_forgets_what_it_learned_and_goes_on() -> None:
+    worker = Worker(made())
+    worker.serve(4, 400)
+    version = worker.estimator.table(KEY).version
+    outcome = worker.estimator.start_anew(KEY, "a test")
+    assert [(event.factor, event.context) for event in outcome.drift_events] == [("reset", KEY)]
+    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+    worker.serve(4, 400)
+    assert worker.estimator.table(KEY).version > version
+    assert worker.shortfall(4) < 0.03
