@@ -99,7 +99,7 @@ def partition(place: Place) -> str:
 
 @fault(
     "Reports arrive once each; a client whose connection broke gets UNAVAILABLE, all others every token; rows of broken "
-    "connections are free again.",
+    "connections are free again."
 )
 def broken_connections(place: Place) -> str:
     """A proxy between all of them delays, passes bytes one by one, and resets connections in the middle."""

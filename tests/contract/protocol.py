@@ -76,24 +76,17 @@ class LearnedCell:
     is_best: bool
 
 
-def report(
-    seq: int, batch_size: int, draft_length: int, latency_s: float, histogram: Sequence[int], probe_id: int = 0
-) -> pb.StepReport:
-    """The report of one step."""
-    return pb.StepReport(
-        seq=seq,
-        batch_size=batch_size,
-        speculation_length=draft_length,
-        latency_s=latency_s,
-        accepted_histogram=histogram,
-        mean_context_length=100.0,
-        probe_id=probe_id,
-    )
-
-
 def report_of(seq: int, step: Step) -> pb.StepReport:
     """A step as a report."""
-    return report(seq, step.batch_size, step.length, step.latency_s, step.histogram, step.probe_id)
+    return pb.StepReport(
+        seq=seq,
+        batch_size=step.batch_size,
+        speculation_length=step.length,
+        latency_s=step.latency_s,
+        accepted_histogram=step.histogram,
+        mean_context_length=100.0,
+        probe_id=step.probe_id,
+    )
 
 
 def choices_of(table: pb.LengthTable) -> dict[int, int]:
@@ -213,10 +206,7 @@ class Completion:
 
 
 def generate(
-    channel: grpc.Channel,
-    prompt: str | Sequence[int],
-    max_tokens: int,
-    speculation: int | None = None,
+    channel: grpc.Channel, prompt: str | Sequence[int], max_tokens: int, speculation: int | None = None
 ) -> Completion:
     """Generate, greedy. speculation: None for the worker's table, 0 for plain decoding, else a fixed draft length."""
     modes = {None: gen.Speculation.MODE_AUTO, 0: gen.Speculation.MODE_OFF}

@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+        [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [line.split(" after ")[0] for line in done.stdout.splitlines()[:5]]

@@ -99,6 +99,30 @@ def test_a_malformed_commit_is_answered_with_its_error_and_the_next_is_stored(st
     assert store.health().ok
 
 
+def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
+    """Both wait for another program's lock, so they are of one transaction."""
+    store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
+    assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
+    connection.execute("PRAGMA busy_timeout = 20")
+    outcomes: dict[str, Exception | None] = {}
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        bad = Commit(workers=[worker(2**64)], reports=[report(1)])
+        store.submit(bad, lambda error: outcomes.update(bad=error))
+        until(lambda: not store.health().ok)
+        others = {"worker_key": 2, "context_id": 2}
+        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)])
+        store.submit(good, lambda error: outcomes.update(good=error))
+        until(lambda: store.health().num_pending_commits == 2)
+        other.execute("ROLLBACK")
+    until(lambda: len(outcomes) == 2)
+    assert outcomes["good"] is None
+    assert "refuses" in str(outcomes["bad"])
+    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
+    assert rows(store.path, "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
+    store.close()
+
+
 @pytest.mark.parametrize("kind", ["the name itself", "symlink", "hard link"])
 def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_path, kind):
     path, other = tmp_path / "s.db", tmp_path / "elsewhere" / "other.db"

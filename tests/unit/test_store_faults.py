@@ -18,18 +18,14 @@ from speclen.store import database, transaction
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.files import StoreGoneError, lock_path
-from speclen.store.records import Commit
 from speclen.store.retention import Retention
 from tests.support.store_rows import (
-    context,
     decision,
     moment,
     open_with_connection,
-    report,
     rows,
     spoil_a_page,
     store_now,
-    worker,
     written,
 )
 from tests.support.waiting import until
@@ -132,30 +128,6 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path, store):
     again = Store.open(cut)
     assert again.num_commits_missing == 0, "told once"
     again.close()
-
-
-def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
-    """Both wait for another program's lock, so they are of one transaction."""
-    store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
-    assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
-    connection.execute("PRAGMA busy_timeout = 20")
-    outcomes: dict[str, Exception | None] = {}
-    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        bad = Commit(workers=[worker(2**64)], reports=[report(1)])
-        store.submit(bad, lambda error: outcomes.update(bad=error))
-        until(lambda: not store.health().ok)
-        others = {"worker_key": 2, "context_id": 2}
-        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)])
-        store.submit(good, lambda error: outcomes.update(good=error))
-        until(lambda: store.health().num_pending_commits == 2)
-        other.execute("ROLLBACK")
-    until(lambda: len(outcomes) == 2)
-    assert outcomes["good"] is None
-    assert "refuses" in str(outcomes["bad"])
-    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
-    assert rows(store.path, "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
-    store.close()
 
 
 def cut_in_half(path: Path, backup: Path | None = None) -> None:
