@@ -17,8 +17,8 @@ from speclen.controller.wire.validation import (
     out_of_range,
 )
 from speclen.records import (
+    MAX_EVALUATIONS,
     MAX_SPECULATION_LENGTH,
-    NGRAMS_ALONE,
     NUM_CLASSES,
     Arm,
     Limits,
@@ -29,7 +29,6 @@ from speclen.records import (
 from speclen.v1 import control_pb2 as pb
 
 MAX_REPORTS = 1024  # in one message
-MAX_EVALUATIONS = 16  # in one report
 # Of a repeated field so many entries are read: one more than any may have, so that a longer one is refused at no cost.
 MOST_RUNS = MAX_SPECULATION_LENGTH + 2
 MOST_FLAGS = 64
@@ -129,8 +128,8 @@ def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluatio
 
 @lru_cache
 def _numbers_of_arms(limits: Limits) -> tuple[int, ...]:
-    """Numbers of arms that an output may be evaluated for."""
-    return len(limits.arms()), *([len(NGRAMS_ALONE.arms())] if limits.ngram else [])
+    """Numbers of arms that an output may be evaluated for: all of the worker, or plain and n-grams alone."""
+    return (len(limits.arms()), 2) if limits.ngram else (len(limits.arms()),)
 
 
 def _evaluation(message: pb.OutputEvaluation, numbers_of_arms: tuple[int, ...]) -> OutputEvaluation:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 # The one setting of n-gram (prompt-lookup) drafting: a sequence proposes the tokens that followed an earlier occurrence
 # of its last NGRAM_MIN_MATCH tokens or more, NGRAM_MAX_TOKENS of them at most.
 NGRAM_MIN_MATCH, NGRAM_MAX_TOKENS = 3, 8
-MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH = 4096, 64
+MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, MAX_EVALUATIONS = 4096, 64, 16  # the last: outputs in one report
 
 _ARM = re.compile(r"\s*(?:(?P<plain>plain)|(?P<ngram>n-gram)(?:\s+else\s+draft\s+(?P<more>\d{1,2}))?"
                   r"|draft\s+(?P<drafted>\d{1,2}))\s*")  # fmt: skip
@@ -129,9 +129,6 @@ class StepFlag(enum.Enum):
 def num_tokens_of(accepted_histogram: Sequence[int]) -> int:
     """Tokens that the sequences of a histogram generated, the bonus tokens included."""
     return sum(map(mul, accepted_histogram, count(1)))
-
-
-NGRAMS_ALONE = Limits(1, 0, ngram=True)  # arms of an output that is evaluated for plain decoding and n-grams alone
 
 
 class OutputEvaluation(NamedTuple):

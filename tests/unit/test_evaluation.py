@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
+from speclen.records import MAX_EVALUATIONS, PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine.engine import Engine
 from speclen.worker.evaluation import evaluator as evaluating
 from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
@@ -115,6 +115,10 @@ def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeyp
         (told,) = told_by(chooser)
         assert generate(engine_of(played), one).ids(one.request_id) == first
         assert told.num_steps == (len(first) - 1, len(played.records))
+    chooser = Arms(PLAIN, wants_evaluations=True)
+    together = [request(str(at), [3, 4, 5], max_tokens=12, ignore_eos=True) for at in range(MAX_EVALUATIONS + 2)]
+    generate(engine_of(chooser, max_batch_size=len(together)), *together)
+    assert max(len(record.evaluations) for record in chooser.records) == MAX_EVALUATIONS
 
 
 @pytest.mark.parametrize("seeded", [False, True])

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speclen.records import NGRAMS_ALONE, Limits, OutputEvaluation
+from speclen.records import MAX_EVALUATIONS, Limits, OutputEvaluation
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows
 from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
 from speclen.worker.requests.sequence import SequenceState
@@ -38,6 +38,7 @@ MIN_TOKENS = 8  # of an output: fewer are not worth their time
 MAX_EVALUATED = 1024  # tokens of an output
 FIRST_TOKENS = 64  # while the time of a token is unknown
 PACE_FORGETS = 0.9  # factor on that time when it forbids an evaluation, in case it was an outlier
+NGRAMS_ALONE = Limits(1, 0, ngram=True)
 SIZES = 32  # of passes: multiples of so many tokens
 MAX_LOGITS = 2**22  # numbers of one pass, 16 MB
 MAX_TOKENS = 8192  # prompt and output: longer ones would delay others
@@ -50,10 +51,6 @@ class Spent:
     credit_s: float = 0.0
     number: int = 0
     mean_s: float = 0.0
-
-    def may_go_on(self) -> bool:
-        """True unless too much is owed."""
-        return self.credit_s > -MAX_CREDIT_S
 
     def earn(self, seconds: float) -> None:
         """Save time for the next ones."""
@@ -89,7 +86,7 @@ class Evaluator:
         step_s: time of the step. on_start: called before a pass of a model, for which others wait. A failure is logged and
         switches evaluation off.
         """
-        share = SHARE if self.num_evaluated < MANY else LATER_SHARE
+        share = SHARE if self._wholes.number < MANY else LATER_SHARE
         self._wholes.earn(share * step_s)
         self._ngrams.earn(NGRAM_SHARE * step_s)
         self._step_s += step_s
@@ -101,20 +98,14 @@ class Evaluator:
         row = self._random.choice(drawn) if drawn else None
         found = self._whole(row, step_s, on_start) if row is not None else ()
         others = self._drawn(ended, self._ngrams, NGRAM_SHARE * output_s) if self._limits.ngram else []
-        for other in others:
-            if other is not row or not found:
-                found += self._timed(self._ngrams, self._ngrams_of, other)
+        for other in [other for other in others if other is not row or not found][: MAX_EVALUATIONS - len(found)]:
+            found += self._timed(self._ngrams, self._ngrams_of, other)
         return found
-
-    @property
-    def num_evaluated(self) -> int:
-        """Outputs that were evaluated for every arm."""
-        return self._wholes.number
 
     def _drawn(self, ended: list[SequenceState], spent: Spent, affordable_s: float) -> list[SequenceState]:
         """Outputs to evaluate, with equal probability. affordable_s: time for each of them on average."""
         chance = affordable_s / max(spent.mean_s, 1e-9)
-        return [row for row in ended if self._random.random() < chance] if spent.may_go_on() else []
+        return [row for row in ended if self._random.random() < chance] if spent.credit_s > -MAX_CREDIT_S else []
 
     def _whole(self, row: SequenceState, step_s: float, on_start: Callable[[], None]) -> tuple[OutputEvaluation, ...]:
         """Evaluate an output for every arm, if there is time."""
