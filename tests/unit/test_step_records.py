@@ -140,10 +140,10 @@ def test_a_record_becomes_a_report_field_by_field() -> None:
         assert {pb.StepFlag.Name(flag) for flag in report.flags} == {f"STEP_FLAG_{flag.name}" for flag in record.flags}
         kinds = [(one.request_class - 1, tuple(one.accepted_histogram)) for one in report.class_histograms]
         assert kinds == list(record.class_histograms)
-        (evaluation,) = report.evaluations
-        assert evaluation.request_class - 1 == record.evaluations[0].request_class
-        assert tuple(evaluation.num_steps) == record.evaluations[0].num_steps
-        assert tuple(evaluation.num_verified_tokens) == record.evaluations[0].num_verified_tokens
+        for evaluation, of_record in zip(report.evaluations, record.evaluations, strict=True):
+            assert evaluation.request_class - 1 == of_record.request_class
+            assert tuple(evaluation.num_steps) == of_record.num_steps
+            assert tuple(evaluation.num_verified_tokens) == of_record.num_verified_tokens
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
