@@ -24,20 +24,25 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_closed_loop_counts_the_same_requests_for_all_and_raises_what_fails(peers: Any) -> None:
     loop = peers("closed_loop")
     prompts = SimpleNamespace(messages=lambda kind, seed: [{"role": "user", "content": f"{kind} {seed}"}])
+    kinds = [kind for kind, _ in loop.CHAT.kinds]
+    counted = {f"{kinds[number % 6]} {100 + number}" for number in range(4, 4 + loop.SET)}
     asked: list[str] = []
+    answered: set[str] = set()
+    late: list[bool] = []
 
     def ask(messages: Any, max_tokens: int) -> int:
         asked.append(messages[0]["content"])
+        late.append(counted <= answered)
         loop.time.sleep(0.002)
+        answered.add(messages[0]["content"])
         return 10
 
     found = loop.closed_loop(SimpleNamespace(ask=ask), prompts, 4, 100)
     assert found["tokens_per_s"] == pytest.approx(4 * 10 / found["latency_mean_s"])
     assert found["latency_mean_s"] >= 0.002
-    kinds = [kind for kind, _ in loop.CHAT.kinds]
-    counted = {f"{kinds[number % 6]} {100 + number}" for number in range(4, 4 + loop.SET)}
     assert counted <= set(asked), "each kind as often, after a first request of each client"
     assert len(asked) == len(set(asked))
+    assert sum(late) <= 4, "clients end when the last counted request is answered"
 
     def fail(*_: Any) -> int:
         raise RuntimeError("it is gone")
