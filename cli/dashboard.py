@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from markupsafe import Markup
 
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError, user_errors
@@ -90,6 +89,8 @@ def create_application(db: Path) -> Datasette:
 
 def render_cell(value: Any) -> Any:
     """A cell of Datasette's pages, None for its own way: numbers with four digits, short texts on one line."""
+    from markupsafe import Markup
+
     if isinstance(value, float) and abs(value) < LARGEST_SHORT:
         return f"{value:.4g}"
     if isinstance(value, str) and len(value) <= ONE_LINE:

@@ -165,18 +165,20 @@ class Evaluator:
         begin, end = row.num_prompt_tokens + 1, len(row.tokens)
         num_tokens = min(end - begin, MAX_EVALUATED)
         first = self._random.randint(begin, end - num_tokens)
-        tokens = EvaluatedTokens(*evaluate_ngrams(row.tokens[: first + num_tokens], first), [0] * num_tokens)
-        counts = count_steps(tokens, NGRAMS_ALONE)
-        return OutputEvaluation(int(row.request_class), row.num_output_tokens - 1, num_tokens, *counts)
+        return self._counted(row, first, first + num_tokens, [False] * num_tokens, NGRAMS_ALONE)
 
     def _evaluate(self, row: SequenceState, first: int, stop: int) -> OutputEvaluation:
-        num_tokens = stop - first
-        chosen = [False] * num_tokens
+        chosen = [False] * (stop - first)
         if self._draft is not None and row.may_draft:
             chosen = self._chosen(self._draft, row, first, stop)
-        ngrams = evaluate_ngrams(row.tokens[:stop], first) if self._limits.ngram else ([], [])
-        counts = count_steps(EvaluatedTokens(*ngrams, runs_of(chosen)), self._limits)
-        return OutputEvaluation(int(row.request_class), row.num_output_tokens - 1, num_tokens, *counts)
+        return self._counted(row, first, stop, chosen, self._limits)
+
+    @staticmethod
+    def _counted(row: SequenceState, first: int, stop: int, chosen: list[bool], limits: Limits) -> OutputEvaluation:
+        """chosen: by token, True if the draft model would have proposed it. limits: arms to count."""
+        ngrams = evaluate_ngrams(row.tokens[:stop], first) if limits.ngram else ([], [])
+        counts = count_steps(EvaluatedTokens(*ngrams, runs_of(chosen)), limits)
+        return OutputEvaluation(int(row.request_class), row.num_output_tokens - 1, stop - first, *counts)
 
     def _chosen(self, draft: PassModel, row: SequenceState, first: int, stop: int) -> list[bool]:
         """By token from place `first` on: True if the draft model would have proposed it."""
