@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH, Limits, OutputEvaluation
+from speclen.records import NGRAM_MAX_TOKENS, Limits, OutputEvaluation
+from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT
 
 MAX_BATCH, MAX_LENGTH, KNOWN_NGRAM = 16, 8, 16
 LIMITS = Limits(MAX_BATCH, MAX_LENGTH, ngram=True)
@@ -15,9 +16,10 @@ ARMS = tuple(LIMITS.arms())
 # token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
 SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
 EASY_SHARE, SPREAD = 0.6, 0.04
-# Repetition: chances of a token to begin one and to go on; of a wrong match elsewhere; share of outputs that repeat at all;
-# chance of the draft model inside a repetition.
-BEGINS, GOES_ON, WRONG_MATCH, REPEATING, REPEATED = 0.07, 0.965, 0.02, 0.8, 0.93
+# Repetition: chances of a token to begin one and to go on; share of outputs that repeat at all; chance of the draft model
+# inside a repetition. Wrong matches elsewhere: chance, and chance of each further token of one, as in a chat model's text.
+BEGINS, GOES_ON, REPEATING, REPEATED = 0.07, 0.965, 0.8, 0.93
+WRONG_MATCH, WRONG_GOES_ON = 0.3, 0.4
 OUTPUT_TOKENS = (32, 128)
 
 
@@ -30,7 +32,7 @@ class Walk(NamedTuple):
 
 
 class Text(NamedTuple):
-    """An output. arrays: matches, proposed, copied, and how many tokens on the draft model is right, by position."""
+    """An output. arrays: tokens of the match, copied, and how many tokens on the draft model is right, by position."""
 
     evaluation: OutputEvaluation
     arrays: np.ndarray
@@ -55,11 +57,10 @@ def draw_text(rng: np.random.Generator, easy_share: float) -> Text:
             repeats[at] = uniform[at] < (GOES_ON if repeats[at - 1] else BEGINS)
     drafted = rng.random(num_tokens) < np.where(repeats, REPEATED, chance)
     behind = np.concatenate([[0], run_ahead(repeats[::-1])[::-1][:-1]])  # repeated tokens right before a position
-    wrong = (behind < NGRAM_MIN_MATCH) & (rng.random(num_tokens) < WRONG_MATCH)
-    matches = np.where(wrong, rng.integers(NGRAM_MIN_MATCH, 6, num_tokens), np.minimum(behind, KNOWN_NGRAM))
-    proposed = np.where(matches > 0, KNOWN_NGRAM, 0)
+    wrong = (behind == 0) & (rng.random(num_tokens) < WRONG_MATCH)
+    matches = np.where(wrong, rng.geometric(1.0 - WRONG_GOES_ON, num_tokens), np.minimum(behind, KNOWN_NGRAM))
     copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
-    arrays = np.array([matches, proposed, copied, run_ahead(drafted)])
+    arrays = np.array([matches, copied, run_ahead(drafted)])
     walk = walk_of(arrays)
     steps, drafting, verified = (tuple(each.tolist()) for each in walk)
     return Text(OutputEvaluation(kind, num_tokens, num_tokens, steps, drafting, verified), arrays, walk)
@@ -84,7 +85,7 @@ class Outputs:
 
     def survival(self, most: int) -> tuple[float, ...]:
         """Share of positions behind which the draft model is right about at least 1, 2, ... tokens."""
-        ahead = np.concatenate([self.arrays[3, at, :tokens] for at, tokens in enumerate(self.num_tokens)])
+        ahead = np.concatenate([self.arrays[2, at, :tokens] for at, tokens in enumerate(self.num_tokens)])
         return tuple(float((ahead >= run).mean()) for run in range(1, most + 1))
 
 
@@ -95,9 +96,9 @@ def proposals(
 
     arrays: as in `Text`, at those positions. left: tokens that the output has after this one.
     """
-    matches, proposed, copied, ahead = arrays
-    by_ngram = ngram & (matches >= NGRAM_MIN_MATCH)
-    offered = np.where(by_ngram, np.minimum(proposed, NGRAM_MAX_TOKENS), lengths)
+    matches, copied, ahead = arrays
+    by_ngram = ngram & (matches >= np.where(lengths, LEAST_BESIDE_DRAFT, 1))
+    offered = np.where(by_ngram, np.minimum(matches, NGRAM_MAX_TOKENS), lengths)
     return by_ngram, offered, np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
 
 

@@ -13,9 +13,7 @@ from itertools import count
 from operator import mul
 from typing import NamedTuple
 
-# The one setting of n-gram (prompt-lookup) drafting: a sequence proposes the tokens that followed an earlier occurrence
-# of its last NGRAM_MIN_MATCH tokens or more, NGRAM_MAX_TOKENS of them at most.
-NGRAM_MIN_MATCH, NGRAM_MAX_TOKENS = 3, 8
+NGRAM_MAX_TOKENS = 8  # of one n-gram (prompt-lookup) proposal
 MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, MAX_EVALUATIONS = 4096, 64, 16  # the last: outputs in one report
 
 _ARM = re.compile(r"\s*(?:(?P<plain>plain)|(?P<ngram>n-gram)(?:\s+else\s+draft\s+(?P<more>\d{1,2}))?"

@@ -45,7 +45,7 @@ def by_brute_force(tokens: EvaluatedTokens, arm: Arm) -> tuple[int, int, int]:
     steps = drafted = verified = place = 0
     while place < len(tokens.drafted):
         steps += 1
-        if arm.ngram and tokens.proposed[place] > 0:
+        if arm.ngram and tokens.proposed[place] > (arm.speculation_length > 0):  # one token is left to the draft model
             verified += tokens.proposed[place] + 1
             accepted = tokens.right[place]
         else:

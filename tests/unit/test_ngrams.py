@@ -37,11 +37,11 @@ def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
     for _ in range(300):
         tokens = [generator.randrange(num_kinds) for _ in range(generator.randint(1, 40))]
         length, places = longest_match(tokens)
-        found = indexed(tokens).propose(8, 1)
+        found = indexed(tokens).propose(8)
         assert bool(found) == (length > 0)
         if found:
             assert found[0] in {tokens[place] for place in places}
-            assert len(found) <= 8
+            assert len(found) <= min(8, length)
             within = tokens[-length:] + found[:1]
             assert any(tokens[at : at + len(within)] == within for at in range(len(tokens)))
 
@@ -53,25 +53,25 @@ def test_an_index_that_grew_token_by_token_is_the_same() -> None:
     for end in range(len(tokens) + 1):
         grown.extend(tokens[:end], EVERYTHING)
         assert grown.num_indexed == end
-        assert grown.propose(6, 1) == indexed(tokens[:end]).propose(6, 1)
+        assert grown.propose(6) == indexed(tokens[:end]).propose(6)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "min_match", "expected"),
+    ("tokens", "most", "expected"),
     [
-        ([1, 2, 3, 4, 9, 2, 3], 4, 2, [4, 9, 2, 3]),
-        ([1, 2, 3, 4, 9, 2, 3], 4, 3, []),  # the match is shorter
-        ([1, 2, 3, 4, 9, 2, 3], 2, 2, [4, 9]),
-        ([1, 2, 3, 4, 9, 2, 3], 0, 2, []),
-        ([], 8, 1, []),
-        ([3], 8, 1, []),
-        ([3, 4], 8, 1, []),
-        ([5, 7, 1, 7, 1, 7, 2, 6, 7], 1, 1, [1]),  # the most frequent continuation
-        ([token for follower in range(20) for token in (7, 100 + follower)] + [7], 4, 1, []),  # none is frequent enough
+        ([1, 2, 3, 4, 9, 2, 3], 4, [4, 9]),  # as many as the match is long
+        ([1, 2, 3, 4, 9, 2, 3], 1, [4]),
+        ([1, 2, 3, 4, 9, 2, 3], 0, []),
+        ([1, 2, 1, 2, 1, 2], 8, [1, 2, 1, 2]),  # at the end of the text it starts again
+        ([], 8, []),
+        ([3], 8, []),
+        ([3, 4], 8, []),
+        ([5, 7, 1, 7, 1, 7, 2, 6, 7], 8, [1]),  # the most frequent continuation
+        ([token for follower in range(20) for token in (7, 100 + follower)] + [7], 4, []),  # none is frequent enough
     ],
 )
-def test_proposals(tokens: list[int], most: int, min_match: int, expected: list[int]) -> None:
-    assert indexed(tokens).propose(most, min_match) == expected
+def test_proposals(tokens: list[int], most: int, expected: list[int]) -> None:
+    assert indexed(tokens).propose(most) == expected
 
 
 def test_indexing_is_bounded_and_goes_on_where_it_stopped() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH
+from speclen.records import NGRAM_MAX_TOKENS
 
 MAX_INDEXED = 16_384  # tokens of a sequence, some 500 bytes each; beyond, the older half is forgotten
+LEAST_BESIDE_DRAFT = 2  # tokens of a match, where the draft model would draft: it does better than one token's match
 LEAST_FREQUENCY = 0.1  # a proposal ends where its continuations so far were this rare
 COUNTED_SUFFIXES = 8  # whose occurrences are counted at each token, the longest first: for constant time
 
@@ -46,14 +47,15 @@ class NgramIndex:
         self.num_indexed = end
         return end - begin
 
-    def propose(self, most: int = NGRAM_MAX_TOKENS, min_match: int = NGRAM_MIN_MATCH) -> list[int]:
-        """Up to `most` tokens that may follow; none unless the last min_match tokens occurred before.
+    def propose(self, most: int = NGRAM_MAX_TOKENS) -> list[int]:
+        """Up to `most` tokens that may follow: no more than the last ones that occurred before, the match.
 
         The most frequent continuation of the longest match; at the end of the text it starts again at the match.
         """
         begin = self._links[self._last]
-        if begin <= 0 or self._lengths[begin] < min_match:
+        if begin <= 0:
             return []
+        most = min(most, self._lengths[begin])
         ids: list[int] = []
         state, frequency = begin, 1.0
         while len(ids) < most:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, StepFlag
+from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.drafting.ngrams import NgramIndex
+from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT, NgramIndex
 from speclen.worker.requests.sequence import SequenceState
 
 # Tokens of prompts indexed in a step, over all sequences: half a millisecond. New output comes on top.
@@ -169,7 +169,7 @@ def plan_proposals(
     is_mixed = len(set(lengths)) > 1
     if not arm.ngram:
         return Proposals(Arm(max(lengths, default=0)), lengths, [[] for _ in rows], is_mixed)
-    ngrams = propose_ngrams(rows, prefilling, max_context_length)
+    ngrams = propose_ngrams(rows, lengths, prefilling, max_context_length)
     able = [row.may_use_ngrams and not row.has_slow_grammar for row in rows]
     has_room = any(may and row.room(max_context_length) > 0 for may, row in zip(able, rows, strict=True))
     drafted = [0 if ids else length for ids, length in zip(ngrams, lengths, strict=True)]
@@ -213,11 +213,15 @@ def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[Promp
 
 
 def propose_ngrams(
-    rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], max_context_length: int
+    rows: Sequence[SequenceState],
+    lengths: Sequence[int],
+    prefilling: Sequence[SequenceState],
+    max_context_length: int,
 ) -> list[list[int]]:
-    """N-gram tokens of each row, none without a match. prefilling: sequences whose prompts are indexed ahead.
+    """N-gram tokens of each row, none without a match, or before all of its tokens are indexed.
 
-    A sequence proposes once all of its tokens are indexed, which takes several steps for long prompts.
+    lengths: tokens that the draft model would draft for each. prefilling: sequences whose prompts are indexed ahead, over
+    several steps where they are long.
     """
     budget = INDEXED_PER_STEP
     for row in rows:
@@ -225,14 +229,15 @@ def propose_ngrams(
     for row in prefilling:
         if budget > 0:
             budget -= _index(row, budget)
-    return [_propose(row, max_context_length) for row in rows]
+    return [_propose(row, length, max_context_length) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _propose(row: SequenceState, max_context_length: int) -> list[int]:
-    index, most = row.ngram_index, min(NGRAM_MAX_TOKENS, row.room(max_context_length))
+def _propose(row: SequenceState, length: int, max_context_length: int) -> list[int]:
+    index, most = row.ngram_index, row.room(max_context_length)
     if not row.may_use_ngrams or index is None or index.num_indexed < len(row.tokens) or most <= 0:
         return []
-    return index.propose(most)
+    ids = index.propose()
+    return ids[:most] if not length or len(ids) >= LEAST_BESIDE_DRAFT else []
 
 
 def _index(row: SequenceState, budget: int) -> int:

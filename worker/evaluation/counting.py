@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from speclen.records import Limits
-from speclen.worker.drafting.ngrams import NgramIndex
+from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT, NgramIndex
 
 
 class EvaluatedTokens(NamedTuple):
@@ -52,11 +52,11 @@ def _without_ngrams(drafted: list[int], length: int) -> tuple[int, int, int]:
 
 def _with_ngrams(tokens: EvaluatedTokens, length: int) -> tuple[int, int, int]:
     proposed, right, drafted = tokens
-    end = len(proposed)
+    end, least = len(proposed), LEAST_BESIDE_DRAFT if length else 1
     at = others = matches = verified = 0
     while at < end:
         number = proposed[at]
-        if number:
+        if number >= least:
             matches += 1
             verified += number
             at += right[at] + 1
