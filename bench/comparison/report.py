@@ -43,12 +43,16 @@ def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]
 
 
 def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Tokens per second by policy and requests at a time."""
+    """Tokens per second by policy and requests at a time: that number times tokens over summed latency (Little's law).
+
+    Over a block's time, its end would count, when fewer are under way: the longer, the longer one request's answer is.
+    """
     found: dict[str, dict[str, float]] = {name: {} for name in comparison.policies}
     for size, part in sorted(zip(sizes, comparison.parts, strict=True)):
         for name, rates in found.items():
-            if blocks := [one.blocks[name] for one in part.rounds]:
-                rates[str(size)] = sum(block.num_tokens for block in blocks) / sum(block.seconds for block in blocks)
+            blocks = [one.blocks[name] for one in part.rounds]
+            if latency_s := sum(block.latency_sum_s for block in blocks):
+                rates[str(size)] = size * sum(block.num_tokens for block in blocks) / latency_s
     return found
 
 
