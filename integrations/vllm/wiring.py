@@ -92,6 +92,7 @@ def control_for(
         policy=settings.policy,
         run_id=settings.run_id,
         probe_steps=OVERLAPPED_PROBE_STEPS if overlapped and clock is None else PROBE_STEPS,
+        evaluates=False,
     )
     return ControlClient(card, table, follow=settings.policy == "adaptive")
 

@@ -10,8 +10,7 @@ from speclen.records import Arm, Limits
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.buffer import BLOCK, ReportBuffer
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import ArmTable
-from tests.support.control_parts import LIMITS, client, probe, step
+from tests.support.control_parts import client, probe, step
 
 
 def test_reports_are_read_while_steps_append_more():
@@ -59,11 +58,12 @@ def test_all_steps_of_a_probe_quote_it(steps, expected):
     assert arms_and_probes(control, (4, False)) == [(2, 0)], "it is never repeated"
 
 
-def test_a_probe_does_not_wait_for_prefill_to_end_where_the_table_drafts_nothing():
-    control = client()
-    control.table = ArmTable.constant(Arm(0), LIMITS, "default")
+@pytest.mark.parametrize(("evaluates", "expected"), [(True, (0, 0)), (False, (1, 9))])
+def test_beside_prompts_only_a_probe_that_alone_tells_acceptance_begins(evaluates, expected):
+    control = client(first=Arm(0))
+    control.card = replace(control.card, evaluates=evaluates)
     control.use_probes([probe()])
-    assert arms_and_probes(control, (2, True)) == [(1, 9)]
+    assert arms_and_probes(control, (2, True)) == [expected]
 
 
 def test_an_old_probe_is_forgotten_and_one_beyond_the_limits_is_not_used():

@@ -29,7 +29,7 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """probe_steps: as in pb.WorkerLimits."""
+    """probe_steps: as in pb.WorkerLimits. evaluates: True if finished outputs tell tokens per step of every arm."""
 
     worker_id: str
     epoch: int
@@ -39,6 +39,7 @@ class WorkerCard:
     policy: str
     run_id: str = ""
     probe_steps: int = 3
+    evaluates: bool = True
 
     def identity(self) -> pb.WorkerIdentity:
         return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)

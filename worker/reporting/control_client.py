@@ -78,17 +78,19 @@ class ControlClient:
 
     @property
     def wants_evaluations(self) -> bool:
-        return self.follow and self.connected and self.buffer.will_report()
+        return self.card.evaluates and self.follow and self.connected and self.buffer.will_report()
 
     def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
         """The table's arm, or a probe's. Steps with prefill are no usable samples of time, so probes wait for one without.
 
-        Where the table does not draft, probes do not wait: they are the only source of accepted draft tokens.
+        Where the table does not draft and outputs are not evaluated, probes do not wait: they are the only source of
+        accepted draft tokens.
         """
         table = self.table
         arm = self._steady.arm_for(table, batch_size) if self.follow else table.arms[batch_size]
         begun, self._begun = self._begun, None
-        if (begun or self._incoming or self._probes) and not (with_prefill and arm.speculation_length):
+        waits = with_prefill and (arm.speculation_length or self.card.evaluates)
+        if (begun or self._incoming or self._probes) and not waits:
             probe = self._next_probe(batch_size, begun)
             if probe is not None:
                 return ArmChoice(probe.arm, table.version, probe.probe_id)
