@@ -13,7 +13,6 @@ from speclen.records import NGRAM_MAX_TOKENS
 
 MAX_INDEXED = 16_384  # tokens of a sequence, some 500 bytes each; beyond, the older half is forgotten
 LEAST_BESIDE_DRAFT = 2  # tokens of a match, where the draft model would draft: it does better than one token's match
-LEAST_FREQUENCY = 0.1  # a proposal ends where its continuations so far were this rare
 COUNTED_SUFFIXES = 8  # whose occurrences are counted at each token, the longest first: for constant time
 
 
@@ -57,18 +56,9 @@ class NgramIndex:
             return []
         most = min(most, self._lengths[begin])
         ids: list[int] = []
-        state, frequency = begin, 1.0
+        state = begin
         while len(ids) < most:
-            children = self._next[state] or self._next[begin]
-            if len(children) == 1:
-                ((token, state),) = children.items()
-            elif not children:
-                break
-            else:
-                share, token, state = self._most_frequent(children)
-                frequency *= share
-                if frequency < LEAST_FREQUENCY:
-                    break
+            token, state = self._most_frequent(self._next[state] or self._next[begin])
             ids.append(token)
         return ids
 
@@ -108,12 +98,10 @@ class NgramIndex:
         links[reached] = part
         return part
 
-    def _most_frequent(self, children: dict[int, int]) -> tuple[float, int, int]:
-        """Share of the occurrences, token and state of the most frequent child; the newest of equals."""
-        counts, total, most, found = self._counts, 0, -1, (0, 0)
+    def _most_frequent(self, children: dict[int, int]) -> tuple[int, int]:
+        """Token and state of the most frequent child; the newest of equals."""
+        counts, most, found = self._counts, -1, (0, 0)
         for child in children.items():
-            count = counts[child[1]]
-            total += count
-            if count >= most:
-                most, found = count, child
-        return max(most, 0) / max(total, 1), *found
+            if counts[child[1]] >= most:
+                most, found = counts[child[1]], child
+        return found
