@@ -11,6 +11,10 @@ from speclen.store.connection import Connection
 MOST_REPORT_BYTES = 500
 # Tables and states of a thousand contexts, decisions, events.
 BYTES_BESIDE_REPORTS = 2**28
+# Days of prediction_error by minute: some 3 MB a day for a context that is busy at all batch sizes.
+PREDICTION_DAYS = 7.0
+# Decisions, drift events and store events, each: rare, so this is years.
+MAX_EVENT_ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,22 +25,11 @@ class Retention:
     max_report_rows: int = 5_000_000
     # Days after which raw reports go, whatever their number.
     max_days: float = 30.0
-    # Days of prediction_error by minute: some 3 MB a day for a context that is busy at all batch sizes.
-    max_prediction_days: float = 7.0
-    # Decisions, drift events and store events, each: rare, so this is years.
-    max_event_rows: int = 100_000
 
     @property
     def max_bytes(self) -> int:
         """Size of the file beyond which the oldest reports go, whatever their number."""
         return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
-
-    def __post_init__(self) -> None:
-        if self.max_report_rows < 1 or self.max_event_rows < 1:
-            raise ValueError("retention needs at least one row of each kind: give a positive number of rows.")
-        for days in (self.max_days, self.max_prediction_days):
-            if not days > 0:
-                raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
 
 
 # For programs that open a database in place of its controller, whose retention they do not know.
@@ -60,7 +53,7 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
     """Delete what is too old or too much, within the running transaction. now: seconds since 1970."""
     oldest_at = now - retention.max_days * DAY_S
     _trim_reports(connection, retention.max_report_rows, oldest_at, 2 * num_new_reports + EXTRA_ROWS_PER_COMMIT)
-    oldest_window = now - retention.max_prediction_days * DAY_S
+    oldest_window = now - PREDICTION_DAYS * DAY_S
     connection.execute("DELETE FROM prediction_windows WHERE window_start < ?", (oldest_window,))
     for _ in range(MOST_CHUNKS):
         if used_bytes(connection) <= retention.max_bytes:
@@ -69,7 +62,7 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
     for table in ("decisions", "drift_events", "store_events"):
         key = f"{table.removesuffix('s')}_id"
         connection.execute(
-            f"DELETE FROM {table} WHERE {key} <= (SELECT max({key}) FROM {table}) - ?", (retention.max_event_rows,)
+            f"DELETE FROM {table} WHERE {key} <= (SELECT max({key}) FROM {table}) - ?", (MAX_EVENT_ROWS,)
         )
 
 
