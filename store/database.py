@@ -79,7 +79,7 @@ class Store:
         self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
-        self._num_commits = self._num_failures = self._num_refused = 0
+        self._num_refused = 0
         self._last_commit_s = 0.0
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
@@ -117,11 +117,8 @@ class Store:
 
     def load(self) -> StoredState:
         """Everything the controller needs to go on, without reading raw reports."""
-        connection = connect_reader(self.path)
-        try:
+        with contextlib.closing(connect_reader(self.path)) as connection:
             return queries.load_state(connection)
-        finally:
-            connection.close()
 
     def submit(self, commit: Commit, on_done: OnDone) -> None:
         """Have a commit stored after all earlier ones; never waits for the disk.
@@ -140,19 +137,15 @@ class Store:
     def health(self) -> StoreHealth:
         """State of the writer at this moment."""
         with self._changed:
-            waiting = [*self._in_flight, *self._waiting]
             detail = "every commit is on the disk"
             if self._failure:
-                num_reports = sum(len(commit.reports) for commit, _ in waiting)
+                num_reports = sum(len(commit.reports) for commit, _ in [*self._in_flight, *self._waiting])
                 detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
             if self._ended is not None:
                 detail = str(self._ended)
             return StoreHealth(
                 ok=not self._failure and self._ended is None,
                 detail=detail,
-                num_pending_commits=len(waiting),
-                num_commits=self._num_commits,
-                num_failures=self._num_failures,
                 num_rows_refused=self._num_refused,
                 last_commit_s=self._last_commit_s,
                 database_bytes=size_of(self.path),
@@ -246,7 +239,6 @@ class Store:
     def _wait_to_retry(self, error: Exception, delay: float) -> bool:
         """Note the failure and wait; False when it is time to stop."""
         with self._changed:
-            self._num_failures += 1
             self._failure = str(error)
             if self._closing_at is not None:
                 if time.monotonic() > self._closing_at:
@@ -259,8 +251,6 @@ class Store:
     def _succeeded(self, outcome: Outcome, took_s: float) -> None:
         with self._changed:
             self._failure = "".join(f"a commit was given up: {error}" for error in list(outcome.failed.values())[:1])
-            self._num_failures += len(outcome.failed)
-            self._num_commits += 1
             self._num_refused += outcome.num_refused
             self._in_flight = []
             self._last_commit_s = took_s
@@ -271,7 +261,6 @@ class Store:
         except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
             self._refuse_damage(error)
             with self._changed:
-                self._num_failures += 1
                 self._failure = str(error)
 
 

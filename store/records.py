@@ -270,9 +270,6 @@ class StoreHealth:
 
     ok: bool
     detail: str
-    num_pending_commits: int
-    num_commits: int
-    num_failures: int
     num_rows_refused: int
     last_commit_s: float
     database_bytes: int

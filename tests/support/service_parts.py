@@ -30,7 +30,7 @@ class FakeStore:
         self.commits.append((commit, on_done))
 
     def health(self) -> StoreHealth:
-        return StoreHealth(self.ok, "", 0, 0, 0, 0, 0.0, 0)
+        return StoreHealth(self.ok, "", 0, 0.0, 0)
 
     async def land(self, number: int = 0, error: Exception | None = None) -> None:
         self.commits[number][1](error)

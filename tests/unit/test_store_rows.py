@@ -153,6 +153,7 @@ def test_a_row_is_the_step_again(step):
 REFUSED = [
     {"workers": [worker(2, num_missing=2**64)]},
     {"workers": [worker(-1)]},
+    {"workers": [(1, 2, 3)]},
     {"states": [StateRow("t", "d", b"", 1.0)]},
     {"contexts": [context(max_batch_size=0)]},
 ]
