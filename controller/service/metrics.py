@@ -22,13 +22,10 @@ Labelled = dict[tuple[str, ...], float]
 class ControllerCollector:
     """Everything under the prefix `speclen_controller_`; docs/reference/metrics.md has the table.
 
-    loop: where the controller runs; the page's own threads have the numbers read there, between two of its steps. None
-    when the reader is on it already.
+    loop: where the controller runs; the page's own threads have the numbers read there, between two of its steps.
     """
 
-    def __init__(
-        self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
+    def __init__(self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop) -> None:
         self.learner = servicer.learner
         self.streams = servicer.streams
         self.num_errors = servicer.num_errors
@@ -37,10 +34,7 @@ class ControllerCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Raises TimeoutError when the controller does not get to it."""
-        if self.loop is None:
-            yield from self.read()
-        else:
-            yield from asyncio.run_coroutine_threadsafe(self._read_there(), self.loop).result(READ_TIMEOUT_S)
+        yield from asyncio.run_coroutine_threadsafe(self._read_there(), self.loop).result(READ_TIMEOUT_S)
 
     async def _read_there(self) -> list[Metric]:
         return list(self.read())

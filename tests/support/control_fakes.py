@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -126,11 +127,11 @@ async def status_of(awaitable: Any) -> tuple[str, str]:
     raise AssertionError("the call should have failed")
 
 
-def page_of(controller: Running) -> str:
-    """Metrics as Prometheus reads them."""
+async def page_of(controller: Running) -> str:
+    """Metrics as Prometheus reads them, in another thread than the controller's."""
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(controller.servicer, controller.journal))
-    return generate_latest(registry).decode()
+    registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))
+    return (await asyncio.to_thread(generate_latest, registry)).decode()
 
 
 async def eventful_page(at: Served) -> str:
@@ -152,4 +153,4 @@ async def eventful_page(at: Served) -> str:
     await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
     await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
     at.service.refresh()
-    return page_of(at.controller)
+    return await page_of(at.controller)

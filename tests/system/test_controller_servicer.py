@@ -247,7 +247,7 @@ async def test_counts_follow_what_happened(tmp_path):
         assert value(text, f"speculation_length{labels}") == choice.arm.speculation_length
         assert value(text, f"predicted_ms_per_token{labels}") > 0
         assert value(text, "sample_every") == 1
-        assert page_of(at.controller).count("\n") == text.count("\n")
+        assert (await page_of(at.controller)).count("\n") == text.count("\n")
 
 
 async def test_numbers_are_read_where_they_change(tmp_path):

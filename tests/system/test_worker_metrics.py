@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.pages import serve_page
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.control_parts import worker_metrics
@@ -60,7 +61,7 @@ def test_the_page_beyond_loopback_is_read_with_a_certificate(tmp_path):
             "--metrics-listen", "0.0.0.0:9090", tokens=False
         )
     security.check_exposure("--metrics-listen", "0.0.0.0:9090", tokens=False)
-    worker_metrics().serve(address, security)
+    serve_page(address, worker_metrics().registry, security)
     context = ssl.create_default_context(cafile=made.authority.cert)
     with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):
         urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()

@@ -51,17 +51,9 @@ class WorkerMetrics:
             "speclen_slow_readers", "Requests ended because their client read nothing", registry=self.registry
         )
 
-    def serve(
-        self,
-        address: str,
-        security: ServerSecurity = ServerSecurity(),  # noqa: B008
-        page: CollectorRegistry | None = None,
-    ) -> None:
-        """Serve the page, by default this registry, on HOST:PORT from a thread.
-
-        Raises OSError when the port is taken, ValueError for no address.
-        """
-        self._thread = serve_page(address, self.registry if page is None else page, security).thread
+    def serve(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
+        """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
+        self._thread = serve_page(address, page, security).thread
 
     async def keep_page(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
         """Serve the page, if it is not served, until its thread ends. Raises as `serve`."""
