@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from speclen.controller.estimator import Estimator
-from speclen.records import Arm, ContextKey, Limits, Probe, Profile, StepRecord
+from speclen.records import Arm, ContextKey, Limits, Probe, Profile, StepRecord, Table
 
 KEY = ContextKey("simulated target", "simulated draft", "simulated device", "float32")
 
@@ -19,21 +19,19 @@ class EstimatorLearner:
         self.estimator.add_context(KEY, limits)
         if profile is not None:
             self.estimator.seed_profile(KEY, profile)
-        self._arms: dict[str, list[Arm]] = {}
+        self._tables: dict[str, Table] = {}
 
     def observe(self, records: Sequence[StepRecord], worker: str) -> None:
         """Learn from a group of consecutive steps of one worker."""
         outcome = self.estimator.observe(KEY, records, worker)
         if outcome.decisions or outcome.drift_events:
-            self._arms = {}
+            self._tables = {}
 
     def arm_for(self, batch_size: int, worker: str) -> Arm:
         """The arm in use for a worker."""
-        if worker not in self._arms:
-            choices = self.estimator.table(KEY, worker).choices
-            sizes = ([choice.arm] * (choice.batch_max - choice.batch_min + 1) for choice in choices)
-            self._arms[worker] = [Arm(), *(arm for arms in sizes for arm in arms)]
-        return self._arms[worker][batch_size]
+        if worker not in self._tables:
+            self._tables[worker] = self.estimator.table(KEY, worker)
+        return self._tables[worker].arm_for(batch_size)
 
     def probe_for(self, batch_size: int, worker: str) -> Probe | None:
         """The exploratory arm that the estimator hands out now. batch_size: of the worker's newest report."""

@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 IN_PROCESS = "uni"  # vLLM's executor that runs the model in the engine's own thread
-
-
-class Event(Protocol):
-    """torch.cuda.Event(enable_timing=True), as far as it is used."""
-
-    def record(self) -> object: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end_event: Any) -> float: ...
+Event: TypeAlias = Any  # torch.cuda.Event(enable_timing=True), of which record, query and elapsed_time are used
 
 
 class DeviceClock:
