@@ -15,8 +15,7 @@ from speclen.cli.learned.history import estimates_of, find_context, last_change
 from speclen.cli.learned.tables import short, titles_of
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError, user_errors
-from speclen.controller.analysis.explain import Explanation, in_words
-from speclen.controller.analysis.explain import explain as explain_choice
+from speclen.controller.analysis.explain import Explanation, in_words, rows_at
 from speclen.store.queries import acceptance, contexts, view_rows
 
 
@@ -37,12 +36,12 @@ def explain(
         if batch > row.max_batch_size:
             raise UserError(f"batch size {batch} is beyond this context's workers: use 1 to {row.max_batch_size}")
         estimates = estimates_of(connection, row.context_id)
-        survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
+        survival = tuple(each.survival for each in acceptance(connection, row.target, row.draft))
         change = last_change(connection, row.context_id, batch)
         learned = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
     arms = {each["arm"]: each for each in learned if each["batch_min"] <= batch <= each["batch_max"]}
     with user_errors():
-        explanation = explain_choice(str(row.key), estimates, batch, survival, change)
+        explanation = Explanation(str(row.key), batch, rows_at(batch, estimates), survival, change)
     if as_json:
         print(json.dumps(document_of(explanation, arms)))
     else:

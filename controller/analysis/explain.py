@@ -29,8 +29,8 @@ class Explanation:
     context: str
     batch_size: int
     rows: tuple[ArmEstimate, ...]
-    survival: tuple[float, ...] = ()
-    last_change: Change | None = None
+    survival: tuple[float, ...]
+    last_change: Change | None
 
     @property
     def chosen(self) -> ArmEstimate:
@@ -43,24 +43,14 @@ class Explanation:
         return self.rows[1] if len(self.rows) > 1 else None
 
 
-def explain(
-    context: str,
-    estimates: Sequence[ArmEstimate],
-    batch_size: int,
-    survival: Sequence[float] = (),
-    last_change: Change | None = None,
-) -> Explanation:
-    """The reasons for which a batch of that size gets its arm. estimates: every row of the context.
-
-    Raises ValueError for a batch size without an arm in use.
-    """
+def rows_at(batch_size: int, estimates: Sequence[ArmEstimate]) -> tuple[ArmEstimate, ...]:
+    """The rows of an `Explanation`, of all in the context. Raises ValueError for a batch size without an arm in use."""
     rows = [row for row in estimates if row.batch_min <= batch_size <= row.batch_max]
     if not any(row.is_best for row in rows):
         raise ValueError(
             f"nothing is known about batch size {batch_size} yet: let a worker decode a few steps, or import a profile"
         )
-    rows.sort(key=lambda row: (not row.is_best, row.ms_per_token))
-    return Explanation(context, batch_size, tuple(rows), tuple(survival), last_change)
+    return tuple(sorted(rows, key=lambda row: (not row.is_best, row.ms_per_token)))
 
 
 def in_words(explanation: Explanation) -> list[str]:

@@ -11,7 +11,7 @@ from speclen.cli.app import app
 from speclen.cli.learned.history import find_context
 from speclen.cli.learned.top import range_of
 from speclen.cli.support.errors import UserError
-from speclen.controller.analysis.explain import Change, explain, in_words
+from speclen.controller.analysis.explain import Change, Explanation, in_words, rows_at
 from speclen.records import Arm, ArmEstimate
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2
@@ -94,9 +94,9 @@ PLAIN, DRAFT, NGRAM = Arm(), Arm(3), Arm(2, True)
 
 def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
     rows = [row(PLAIN, 20.0), row(DRAFT, 8.0, True), row(NGRAM, 8.2), row(Arm(4), 5.0, batch_max=3)]
-    explanation = explain("somewhere", rows[:3], 4, (0.75, 0.5), Change(None, DRAFT, "it was better", "yesterday"))
-    assert [each.arm for each in explanation.rows] == [DRAFT, NGRAM, PLAIN]
-    words = in_words(explanation)
+    found, change = rows_at(4, rows), Change(None, DRAFT, "it was better", "yesterday")
+    assert [each.arm for each in found] == [DRAFT, NGRAM, PLAIN]
+    words = in_words(Explanation("somewhere", 4, found, (0.75, 0.5), change))
     assert words[0] == "A batch of 4 uses 'draft 3', like every batch size of 3 to 4."
     assert "2.00 tokens per sequence in 16 ms: 8 ms per token (95%: 7.2 to 8.8), from 50 usable samples" in words[1]
     assert "which took 15.2 ms on average" in words[1]
@@ -111,7 +111,7 @@ def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
 @pytest.mark.parametrize("rows", [[], [row(PLAIN, 8.0)], [row(PLAIN, 8.0, True, batch_max=3)]])
 def test_a_batch_size_without_an_arm_in_use_is_refused(rows):
     with pytest.raises(ValueError, match="nothing is known about batch size 4 yet"):
-        explain("somewhere", rows, 4)
+        rows_at(4, rows)
 
 
 def test_a_stored_choice_is_explained(tmp_path):

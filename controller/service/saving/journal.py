@@ -102,7 +102,8 @@ class Journal:
 
     # Changes.
 
-    def _of(self, context: Context) -> Unsaved:
+    def note_context(self, context: Context) -> Unsaved:
+        """Have the context's rows written anew; returns what is unsaved of its pair."""
         unsaved = self._unsaved.get(context.key.pair)
         if unsaved is None:
             unsaved = self._unsaved[context.key.pair] = Unsaved(self.clock())
@@ -116,7 +117,7 @@ class Journal:
         """
         if not worker.waiting:
             worker.noted_at = worker.last_seen_at
-            unsaved = self._of(worker.context)
+            unsaved = self.note_context(worker.context)
             unsaved.workers[worker.worker_id] = filled(WorkerRow, worker, worker.seqs, worker.limits, worker.context)
             unsaved.marks[worker.worker_id] = worker, worker.epoch, worker.seqs.settled_seq
 
@@ -124,7 +125,7 @@ class Journal:
         """Keep reports that were learned from, with the mark: everything up to the worker's applied_seq has been."""
         self.note_worker(worker)
         whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
-        self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
+        self.note_context(worker.context).reports += [row_of(step, *whose) for step in steps]
         self._num_collected += len(steps)
         if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
             self._drop_oldest()
@@ -141,29 +142,25 @@ class Journal:
     def note_limits(self, context: Context, after_group_id: int) -> None:
         """The context was made or widened."""
         row = ContextLimitsRow(context.context_id, *context.limits, after_group_id, self.clock())
-        self._of(context).limits.append(row)
+        self.note_context(context).limits.append(row)
 
     def note_decision(self, context: Context, decision: Decision, after_group_id: int) -> None:
         """Keep a decision of workers that are alike: the tables are kept for these. An isolated worker is an event."""
-        unsaved = self._of(context)
+        unsaved = self.note_context(context)
         if not decision.isolated:
             unsaved.decisions.append(rows.decision_row(context, decision, after_group_id, self.clock()))
 
     def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
         more = {"after_group_id": after_group_id, "detected_at": self.clock()}
-        self._of(context).drift_events.append(filled(DriftEventRow, event, context, **more))
+        self.note_context(context).drift_events.append(filled(DriftEventRow, event, context, **more))
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
         profile_id = next(self._profile_ids)
-        self._of(context).profiles.append(
+        self.note_context(context).profiles.append(
             ProfileRow(profile_id, context.context_id, profile, after_group_id, self.clock())
         )
         return profile_id
-
-    def note_context(self, context: Context) -> None:
-        """The rows of the context are to be written anew."""
-        self._of(context)
 
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
         """Events of the store as a whole; handed over at once."""
