@@ -67,11 +67,9 @@ class Supervisor:
         """Count the end of a thread as one of a part."""
         self.start(thread.name, until_dead(thread))
 
-    def watch_loop(self, on_hang: Callable[[str], None] | None = None) -> LoopWatch:
-        """End the process, with code 1 and where it hangs, when the event loop does not answer. on_hang: instead."""
-        watch = LoopWatch(self._loop, on_hang or end_process)
-        watch.start()
-        return watch
+    def watch_loop(self) -> None:
+        """End the process, with code 1 and where it hangs, when the event loop does not answer."""
+        LoopWatch(self._loop).start()
 
     def fail(self, part: str, error: BaseException) -> None:
         """The process cannot go on without this part. To be called from any thread; the first call counts."""
@@ -140,15 +138,14 @@ class Supervisor:
 
 
 class LoopWatch(threading.Thread):
-    """Asks the event loop again and again for a sign of life. on_hang: called once, from this thread, with where it hangs.
+    """Asks the event loop again and again for a sign of life, and ends the process where there is none.
 
     It cannot help against code that keeps the interpreter to itself; an orchestrator's probe of the health service can.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_hang: Callable[[str], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="loop-watch", daemon=True)
-        self._loop, self._on_hang = loop, on_hang
-        self._loop_thread = threading.get_ident()
+        self._loop, self._loop_thread = loop, threading.get_ident()
         self._answered = threading.Event()
 
     def run(self) -> None:
@@ -162,7 +159,7 @@ class LoopWatch(threading.Thread):
             time.sleep(HANG_LOOK_S)
             missed = 0 if self._answered.is_set() else missed + 1
         if not self._loop.is_closed():
-            self._on_hang(self._place())
+            end_process(self._place())
 
     def _place(self) -> str:
         """The innermost lines of what the loop's thread does."""

@@ -19,7 +19,7 @@ from speclen.bench.simulation.learner import Constant, EstimatorLearner, Learner
 from speclen.bench.simulation.own_h200 import OwnH200
 from speclen.bench.simulation.play import play
 from speclen.bench.simulation.scenarios import SCENARIOS, Scenario, Worlds
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, user_errors
 from speclen.worker.config import parse_policy
 
 COMPARED = "adaptive,profile,n-gram,none,fixed:1,fixed:3,fixed:5,fixed:8"
@@ -113,10 +113,8 @@ def check(chosen: list[str], names: list[str]) -> None:
         if where not in SCENARIOS:
             raise UserError(f"scenario {where!r} is unknown: use one of {', '.join(SCENARIOS)}")
     for name in names:
-        try:
+        with user_errors():
             parse_policy(name)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
 
 def table_of(where: str, runs: list[Run]) -> Table:

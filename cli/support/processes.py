@@ -58,7 +58,6 @@ class Child:
     log_file: Path
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    num_restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
     restart_at: float | None = None
     log_begin: int = 0
@@ -204,7 +203,6 @@ class Child:
                 self.restart_at = now + self.pause_s
                 return f"{self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
             self.restart_at = None
-            self.num_restarts += 1
             return f"{self.name} was started again"
         return None
 

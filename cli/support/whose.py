@@ -45,9 +45,7 @@ def check_available(flag: str, address: str, client: Client) -> None:
     """Raises UserError, naming who is there, when an address is taken or none at all."""
     try:
         check_free(flag, address)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
+    except (ValueError, OSError) as error:
         if not str(error).startswith(f"cannot listen on {address}: Address already in use"):
             raise UserError(str(error)) from error
         raise UserError(

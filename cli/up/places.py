@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.cli.support.whose import check_available
-from speclen.transport.address import bind
+from speclen.transport.address import bind, split_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ def free_port(address: str) -> str:
 
 
 def next_address(flag: str, address: str, offset: int) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"{flag} {address!r} is not HOST:PORT, for example 127.0.0.1:7080")
-    return f"{host}:{int(port) + offset if int(port) else 0}"
+    with user_errors():
+        _, port = split_address(flag, address)
+    return f"{address.rpartition(':')[0]}:{port + offset if port else 0}"

@@ -27,6 +27,7 @@ from speclen.v1 import generation_pb2 as pb
 
 HEALTH_PERIOD_S = 2.0
 LOOK_BACK_S = 10.0  # over which load is averaged before workers are added
+QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once
 SERVED: dict[str, ServedWorker] = {}  # the one worker of this process, under its Serve name
 
 
@@ -83,7 +84,7 @@ class Worker:
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     def check_health(self) -> None:
-        self._worker.check()
+        self._worker.supervisor.check()
 
     async def __del__(self) -> None:
         await self._worker.stop()
@@ -97,14 +98,14 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 def application(config: FleetConfig) -> serve.Application:
     """The application. Requests beyond a worker's rows wait at the proxies, so that the first free worker takes them."""
     told = config.worker_config({})
-    at_once = told.max_batch_size + config.rows_ahead
+    ahead = max(1, round(QUEUE_SHARE * told.max_batch_size))
     sizes: dict[str, Any] = {"num_replicas": config.workers}
     if config.max_workers > config.workers:
         sizes = {"autoscaling_config": scaling(config, told.max_batch_size)}
     deployment = serve.deployment(
         Worker,
         name="Worker",
-        max_ongoing_requests=at_once,
+        max_ongoing_requests=told.max_batch_size + ahead,
         max_queued_requests=told.max_waiting,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=told.drain_timeout_s,

@@ -65,10 +65,6 @@ class ServedWorker:
         check_token(self._keyring, outer, self.config.insecure)
         return await getattr(self.servicer, method)(request, ServeCall(outer))
 
-    def check(self) -> None:
-        """Raises PartFailedError when the worker cannot go on."""
-        self.supervisor.check()
-
     async def until_failed(self, on_end: Callable[[], None] = lambda: os._exit(1)) -> None:
         """Wait for the end of what a worker cannot do without, tell it to those who wait for tokens, and call on_end."""
         error = await self.supervisor.failure
@@ -80,7 +76,7 @@ class ServedWorker:
     async def stop(self) -> None:
         """Let what runs come to its end, hand the last reports over, and stop the engine."""
         try:
-            await drain(self.engine, self.control, self.config.drain_timeout_s, self.check)
+            await drain(self.engine, self.control, self.config.drain_timeout_s, self.supervisor.check)
         except PartFailedError as error:
             log.error("the worker ends without a drain", reason=str(error))
         await self.supervisor.stop()
@@ -99,7 +95,7 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     if keyring is None and not config.insecure:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)
         keyring = Keyring([])
-    return Guard(create_app(front), keyring, refuse=front.engine.metrics.refuse)
+    return Guard(create_app(front), keyring, front.engine.metrics.refuse)
 
 
 async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:

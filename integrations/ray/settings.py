@@ -21,7 +21,6 @@ NOT_OF_WORKERS = (
     "insecure",
 )
 OF_WORKERS = set(settings_of(WorkerConfig)) - set(NOT_OF_WORKERS)
-QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +61,11 @@ class FleetConfig:
                 raise ValueError(f"{name} is no setting of workers on Ray: see `speclen worker --help`")
         self.worker_config({})
 
-    @property
-    def rows_ahead(self) -> int:
-        """Requests that one worker is given beyond its rows."""
-        return max(1, round(QUEUE_SHARE * self.worker_config({}).max_batch_size))
-
-    def worker_config(self, environment: Mapping[str, str], controller: str = "") -> WorkerConfig:
+    def worker_config(self, environment: Mapping[str, str]) -> WorkerConfig:
         """Settings of a worker on a node with this environment. Raises ValueError naming setting and value."""
         told = {name: environment.get(f"SPECLEN_WORKER_{name.upper()}") for name in OF_WORKERS}
         of_node = {name: parse(WorkerConfig, name, text) for name, text in told.items() if text}
-        return WorkerConfig(**{**self.worker, **of_node, "controller": controller})
+        return WorkerConfig(**{**self.worker, **of_node, "controller": ""})
 
     def controller_config(self, host: str, environment: Mapping[str, str]) -> ControllerConfig:
         """Settings of the controller on a node of this address and environment.

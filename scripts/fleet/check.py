@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import ray
 from load import Clients, statuses
 from nodes import Up, add_node, node_of, seconds_until
@@ -59,21 +58,14 @@ def main() -> None:
         nodes.append(add_node(cluster, "torch"))  # only now, so that each kind of node has got a worker
         clients = Clients(up, CLIENTS, HTTP_CLIENTS)
         Check(report, up, cluster, nodes, clients).run()
-        report.check(up.stop() == 0 and not answers(up), "Ctrl-C ends everything: nothing answers any more")
+        ended = up.stop() == 0 and seconds_until(up.look, 0.1) is None
+        report.check(ended, "Ctrl-C ends everything: nothing answers any more")
     finally:
         if up.process.poll() is None:
             up.stop()
         ray.shutdown()
         cluster.shutdown()
     sys.exit(1 if report.failures else 0)
-
-
-def answers(up: Up) -> bool:
-    try:
-        up.look()
-    except grpc.RpcError:
-        return False
-    return True
 
 
 @dataclass

@@ -78,7 +78,7 @@ class HttpWorker:
         bound = bind("--http-listen", "127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
         app, refuse = create_app(front), engine.metrics.refuse
-        self.server = make_server(app, self.security, unread_timeout_s=unread_s, refuse=refuse)
+        self.server = make_server(app, self.security, unread_s, refuse)
         async with serving(self.server, bound):
             started.set()
             await stopping.wait()

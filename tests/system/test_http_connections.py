@@ -147,7 +147,7 @@ async def test_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(
 
     bound = bind("--http-listen", "127.0.0.1:0")
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-    server = make_server(app, security, unread_timeout_s=0.5)
+    server = make_server(app, security, 0.5, lambda error: None)
 
     async def asked():
         reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)

@@ -46,7 +46,7 @@ class Edge:
             engine=SimpleNamespace(pair=pair),
         )
         app = create_app(Front(engine, "tiny", registry))
-        self.app = Guard(app, keyring, body_timeout_s=0.05, refuse=self.metrics.refuse)
+        self.app = Guard(app, keyring, self.metrics.refuse, body_timeout_s=0.05)
         self.registry = registry
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:

@@ -13,8 +13,7 @@ from speclen.worker.http.guard import MAX_BODY_BYTES
 HEADER_TIMEOUT_S = 10.0  # from the connection, or the first byte of a further request, to the end of the headers
 MAX_HEADER_BYTES = 64 * 1024
 MAX_MESSAGE_BYTES = 8 * MAX_BODY_BYTES  # a body in chunks of a byte each takes six times its size
-UNREAD_TIMEOUT_S = 30.0  # a client that reads less than MIN_READ_BYTES in that time is gone
-MIN_READ_BYTES = 64 * 1024
+MIN_READ_BYTES = 64 * 1024  # a client that reads less in `unread_timeout_s` is gone
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -24,7 +23,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
-    unread_timeout_s = UNREAD_TIMEOUT_S
+    unread_timeout_s: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

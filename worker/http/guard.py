@@ -35,8 +35,8 @@ class Guard:
         self,
         app: ASGIApp,
         keyring: Keyring | None,
+        refuse: Callable[[Exception], None],
         body_timeout_s: float = BODY_TIMEOUT_S,
-        refuse: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._app = app
         self._keyring = keyring

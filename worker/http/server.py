@@ -16,8 +16,8 @@ from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.http.app import create_app, front_of
-from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
-from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
+from speclen.worker.http.connection import BoundedConnection
+from speclen.worker.http.guard import Guard
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
@@ -38,7 +38,7 @@ async def http_front(
     app = create_app(front_of(config, engine, page))
     bound = bind("--http-listen", config.http_listen)
     security, refuse = config.http_security(), engine.metrics.refuse
-    server = make_server(app, security, unread_timeout_s=config.unread_timeout_s, refuse=refuse)
+    server = make_server(app, security, config.unread_timeout_s, refuse)
     async with serving(server, bound, on_failure):
         scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
         yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
@@ -53,11 +53,7 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(
-    app: ASGIApp,
-    security: ServerSecurity,
-    body_timeout_s: float = BODY_TIMEOUT_S,
-    unread_timeout_s: float = UNREAD_TIMEOUT_S,
-    refuse: Callable[[Exception], None] = lambda error: None,
+    app: ASGIApp, security: ServerSecurity, unread_timeout_s: float, refuse: Callable[[Exception], None]
 ) -> HttpServer:
     """A server with key and certificates as configured. Raises ValueError when they cannot be read.
 
@@ -69,7 +65,7 @@ def make_server(
         unread_timeout_s = longest_s
 
     config = uvicorn.Config(
-        Guard(app, security.keyring(KEY_FLAG), body_timeout_s, refuse),
+        Guard(app, security.keyring(KEY_FLAG), refuse),
         loop="none",
         http=Connection,
         ws="none",
