@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from speclen.bench.simulation.learner import Learner
-from speclen.records import Arm, Limits, Probe, StepRecord
+from speclen.records import Arm, Probe, StepRecord
+
+if TYPE_CHECKING:  # they import this module
+    from speclen.bench.simulation.own_h200 import Truth
+    from speclen.bench.simulation.scenarios import World
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
 PROBE_VALID_S = 2.0
@@ -25,32 +29,6 @@ class Step(NamedTuple):
     work_s: float
 
 
-class Means(Protocol):
-    """True means of every arm."""
-
-    arms: tuple[Arm, ...]
-
-    def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
-        """Mean seconds of a step, and tokens per row, where no time is slow."""
-
-
-class World(Means, Protocol):
-    """A simulated worker. batch_size, with_prompts: of the next step; now_s: when it starts."""
-
-    now_s: float
-    duration_s: float
-    limits: Limits
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def with_prompts(self) -> bool: ...
-
-    def step(self, arm: Arm, probe_id: int = 0) -> Step:
-        """Take a step."""
-
-
 class Score:
     """Record of a learner's steps, and its goodput."""
 
@@ -64,7 +42,7 @@ class Score:
         return 100.0 * float(work_s[here].sum() / spent_s[here].sum())
 
 
-def best_arm(world: Means, batch_size: int) -> Arm:
+def best_arm(world: World | Truth, batch_size: int) -> Arm:
     """The oracle's arm: the most true tokens per second."""
 
     def goodput(arm: Arm) -> float:

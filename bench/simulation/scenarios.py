@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from speclen.bench.simulation import vllm_h200
 from speclen.bench.simulation.own_h200 import Machine, OwnH200, Stage, Truth
-from speclen.bench.simulation.play import World
 from speclen.bench.simulation.texts import EASY_SHARE, MAX_BATCH, MAX_LENGTH, Outputs
 from speclen.records import Arm, Profile, ProfileCell
 
@@ -17,6 +16,7 @@ THROTTLED = RECORDED.slower(2.0, "row_s", "pass_s", "drafting_s", "token_s")
 CPU = Machine(0.012, 0.001, 0.0012, 0.0, 0.002)
 PROFILED_SIZES = (1, 2, 4, 8, MAX_BATCH)
 
+World = OwnH200 | vllm_h200.VllmH200  # a simulated worker; now_s: when its next step starts
 Worlds = tuple[World, ...]
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import vllm
@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from speclen.integrations.vllm.logs import set_up_logs
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.versions import TRIED, check_parts, was_tried
-from speclen.integrations.vllm.wiring import Engine, steering_for
+from speclen.integrations.vllm.wiring import steering_for
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ class Steered:
     def _join(self, worker_id: str) -> None:
         try:
             check_parts(vllm.__version__, self._names())
-            self.steering = steering_for(cast(Engine, self), os.environ, current_platform, vllm.__version__, worker_id)
+            self.steering = steering_for(self, os.environ, current_platform, vllm.__version__, worker_id)
         except (ValueError, ImportError, AttributeError) as error:
             log.warning(f"speclen is off, vLLM serves on with its own lengths: {error}")
             return

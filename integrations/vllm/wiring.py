@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -37,12 +37,8 @@ PROBE_STEPS = 4
 OVERLAPPED_PROBE_STEPS = 5
 
 
-class Engine(Protocol):
-    """vLLM's scheduler, as far as it is looked at."""
-
-    vllm_config: Any
-    num_spec_tokens: int
-    dynamic_sd_lookup: list[int] | None
+# vLLM's scheduler, of which vllm_config, num_spec_tokens and dynamic_sd_lookup are looked at.
+Engine: TypeAlias = Any
 
 
 def steering_for(
