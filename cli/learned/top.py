@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import grpc
@@ -42,17 +43,12 @@ def top(
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
     client = client_from(security)
-    channels = {address: client.channel(address) for address in worker}
-    try:
+    with suppress(KeyboardInterrupt), ExitStack() as opened:
+        channels = {address: opened.enter_context(client.channel(address)) for address in worker}
         if as_json:
             print_json(channels, client)
-            return
-        watch(channels, client, interval_s)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for channel in channels.values():
-            channel.close()
+        else:
+            watch(channels, client, interval_s)
 
 
 def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -55,15 +56,11 @@ Stubs = list[rpc.GenerationServiceStub]
 
 def run_demo(addresses: list[str], database: Path, client: Client) -> None:
     """Print generated text, the throughput of each load and the learned table."""
-    channels = [client.channel(address) for address in addresses]
-    try:
-        stubs = [rpc.GenerationServiceStub(channel) for channel in channels]
+    with ExitStack() as opened:
+        stubs = [rpc.GenerationServiceStub(opened.enter_context(client.channel(address))) for address in addresses]
         print_text(stubs[0])
         with LiveLine() as line:
             loads = {CONCURRENCY[index]: measure_load(stubs, index, line) for index in range(len(CONCURRENCY))}
-    finally:
-        for channel in channels:
-            channel.close()
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
     console = Console(highlight=False)
     console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
