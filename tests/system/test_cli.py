@@ -211,8 +211,11 @@ def test_top_says_as_json_who_does_not_answer_and_why():
         assert (all_of_them.returncode, all_of_them.stderr) == (0, "")
 
 
-def test_top_shows_whole_addresses_at_80_columns():
-    choices = [control_pb2.BucketChoice(batch_min=2**n, batch_max=2**n, speculation_length=n) for n in range(6)]
+def test_top_shows_whole_addresses_at_80_columns_and_the_ranges_that_a_worker_has():
+    choices = [
+        control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
+        for low, high, length, ngram in [(1, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
+    ]
     info = generation_pb2.GetServerInfoResponse(
         table_source="controller", table=control_pb2.LengthTable(choices=choices), num_kv_tokens_total=1, num_steps=9
     )
@@ -221,7 +224,8 @@ def test_top_shows_whole_addresses_at_80_columns():
     console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, "it is away")}))
     shown = console.export_text()
     assert all(name in shown for name in names)
-    assert ["4", "draft", "2"] in [line.split() for line in shown.splitlines()]
+    ranges = [["1-4", "n-gram", "else", "draft", "2"], ["5", "draft", "1"], ["6-9", "plain"]]
+    assert [line.split() for line in shown.splitlines()][-3:] == ranges
     assert "controller" in shown
 
 

@@ -1,4 +1,4 @@
-"""`speclen tables`, `top` and `explain`: what was learned in words for people, and the rows behind them for programs."""
+"""`speclen tables` and `explain`: what was learned in words for people, and the rows behind them for programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typer.testing import CliRunner
 
 from speclen.cli.app import app
 from speclen.cli.learned.history import find_context
-from speclen.cli.learned.top import range_of
 from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change, Explanation, in_words, rows_at
 from speclen.records import Arm, ArmEstimate
 from speclen.store.records import Commit
-from speclen.v1 import control_pb2
 from tests.support.database_rows import write_database
 from tests.support.store_rows import context, decision, estimate, rows, written
 
@@ -69,18 +67,6 @@ def test_contradictory_flags_and_missing_files_are_refused(database, tmp_path):
         result = CliRunner().invoke(app, ["tables", *arguments])
         assert isinstance(result.exception, UserError)
         assert words in str(result.exception)
-
-
-def test_top_shows_the_ranges_that_a_worker_has():
-    choices = [
-        control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
-        for low, high, length, ngram in [(1, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
-    ]
-    assert [tuple(range_of(choice).values()) for choice in choices] == [
-        ("1-4", "n-gram else draft 2"),
-        ("5", "draft 1"),
-        ("6-9", "plain"),
-    ]
 
 
 def row(arm: Arm, ms: float, is_best: bool = False, spread: float = 0.1, batch_max: int = 4) -> ArmEstimate:
