@@ -44,21 +44,17 @@ def test_nothing_beside_the_plugin_may_choose_lengths():
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest"),
+    ("changes", "longest", "late"),
     [
-        ({}, 4096 - 5),
-        ({"speculative_config__draft_model_config": None, "model_config__max_model_len": 1000}, 1000 - 5),
-        ({"speculative_config__method": "dflash"}, 4096 - 5 - 1),  # it drafts one token more
-        ({"use_v2_model_runner": True}, None),
+        ({}, 4096 - 5, False),
+        ({"speculative_config__draft_model_config": None, "model_config__max_model_len": 1000}, 1000 - 5, False),
+        ({"speculative_config__method": "dflash"}, 4096 - 5 - 1, False),  # it drafts one token more
+        ({"use_v2_model_runner": True}, None, True),
     ],
 )
-def test_v1_drafts_nothing_near_the_draft_models_limit(changes, longest):
-    assert traits_of(fake_vllm.config(**changes)).longest_context == longest
-
-
-def test_v2_takes_results_before_it_drafts():
-    assert traits_of(fake_vllm.config(use_v2_model_runner=True)).late_drafts
-    assert not traits_of(fake_vllm.config()).late_drafts
+def test_v1_drafts_nothing_near_the_draft_models_limit_and_v2_takes_results_before_it_drafts(changes, longest, late):
+    traits = traits_of(fake_vllm.config(**changes))
+    assert (traits.longest_context, traits.late_drafts) == (longest, late)
 
 
 @pytest.mark.parametrize(
