@@ -52,7 +52,7 @@ class Clock:
 
 @dataclass
 class Parts:
-    """Everything of one controller. Made inside a running event loop."""
+    """Everything of one controller."""
 
     clock: Clock = field(default_factory=Clock)
     estimator: FakeEstimator = field(default_factory=FakeEstimator)

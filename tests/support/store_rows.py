@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,8 @@ def open_with_connection(path: Path, config: StoreConfig | None = None) -> tuple
 
 def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     """Rows as a second connection reads them while the store is open."""
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-    try:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         return [tuple(row) for row in connection.execute(query)]
-    finally:
-        connection.close()
 
 
 def spoil_a_value(path: Path) -> None:

@@ -9,9 +9,17 @@ from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
 
 
-async def test_durable_follows_the_commit():
-    parts = Parts()
-    worker = parts.worker()
+@pytest.fixture
+def parts():
+    return Parts()
+
+
+@pytest.fixture
+def worker(parts):
+    return parts.worker()
+
+
+async def test_durable_follows_the_commit(parts, worker):
     parts.send(worker, 1, 2, 3)
     parts.journal.commit()
     assert worker.durable_seq == 0
@@ -24,9 +32,7 @@ async def test_durable_follows_the_commit():
     assert [(row.target, row.draft) for row in commit.states] == [KEY.pair]
 
 
-async def test_a_mark_never_runs_ahead_of_reports_that_wait():
-    parts = Parts()
-    worker = parts.worker()
+async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts, worker):
     parts.send(worker, 1, 2, learn=False)
     parts.send(worker, 2, learn=False)  # a repetition, which changes a count of the worker
     parts.journal.note_worker(worker)
@@ -38,9 +44,7 @@ async def test_a_mark_never_runs_ahead_of_reports_that_wait():
     assert (parts.store.last.workers[0].applied_seq, seqs_of(parts.store.last)) == (2, [1, 2])
 
 
-async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks():
-    parts = Parts()
-    worker = parts.worker()
+async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(parts, worker):
     parts.send(worker, 1, 2)
     parts.journal.commit()
     await parts.store.land(0, RuntimeError("no"))
@@ -54,9 +58,7 @@ async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(
     assert worker.durable_seq == 2
 
 
-async def test_a_late_report_is_durable_only_with_its_own_commit():
-    parts = Parts()
-    worker = parts.worker()
+async def test_a_late_report_is_durable_only_with_its_own_commit(parts, worker):
     parts.send(worker, 1, 5)
     parts.journal.commit()
     parts.send(worker, 3)
@@ -68,9 +70,7 @@ async def test_a_late_report_is_durable_only_with_its_own_commit():
     assert parts.store.last.workers[0].missing_ranges == "[[2, 2], [4, 4]]"
 
 
-async def test_an_answer_for_an_old_incarnation_moves_nothing():
-    parts = Parts()
-    worker = parts.worker()
+async def test_an_answer_for_an_old_incarnation_moves_nothing(parts, worker):
     parts.send(worker, 1, 2)
     parts.journal.commit()
     parts.worker(epoch=8)
@@ -78,9 +78,7 @@ async def test_an_answer_for_an_old_incarnation_moves_nothing():
     assert worker.durable_seq == 0
 
 
-async def test_registering_anew_does_not_lose_reports_that_wait():
-    parts = Parts()
-    worker = parts.worker()
+async def test_registering_anew_does_not_lose_reports_that_wait(parts, worker):
     parts.send(worker, 1, 2, learn=False)
     parts.worker(epoch=8)
     parts.journal.commit()
@@ -89,8 +87,7 @@ async def test_registering_anew_does_not_lose_reports_that_wait():
     assert (commit.workers[0].epoch, commit.workers[0].applied_seq) == (8, 0)
 
 
-async def test_groups_ascend_in_the_order_of_rows():
-    parts = Parts()
+async def test_groups_ascend_in_the_order_of_rows(parts):
     one, other = parts.worker("w"), parts.worker("v")
     parts.send(one, 1, learn=False)
     parts.send(other, 1)
@@ -103,8 +100,7 @@ async def test_groups_ascend_in_the_order_of_rows():
 
 
 @pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])
-async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits):
-    parts = Parts()
+async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk_works, waits):
     parts.journal.max_waiting_reports = 2
     parts.store.ok = disk_works
     parts.send(parts.worker(), 1, 2, 3)
@@ -117,9 +113,8 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works,
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows():
+async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows(parts):
     """The oldest raw rows are given up and counted; estimates and marks contain them."""
-    parts = Parts()
     parts.journal.max_waiting_reports = 50
     workers = [parts.worker(f"w{number}") for number in range(2)]
     parts.store.ok = False
@@ -139,8 +134,7 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it():
-    parts = Parts()
+async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
     worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
     save = parts.estimator.save
     parts.estimator.save = lambda pair: 1 / 0 if pair == KEY.pair else save(pair)
@@ -154,8 +148,7 @@ async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it():
     assert parts.store.last.workers[0].applied_seq == 1
 
 
-async def test_the_learned_table_of_a_commit_replaces_the_stored_one():
-    parts = Parts()
+async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(worker, 1)
     parts.send(elsewhere, 1)
@@ -169,9 +162,7 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one():
     assert (row.context_id, row.speculation_length, row.ngram, row.num_steps, row.is_best) == (1, 2, False, 2, True)
 
 
-async def test_decisions_and_events_are_kept_with_the_group_before_them():
-    parts = Parts()
-    worker = parts.worker()
+async def test_decisions_and_events_are_kept_with_the_group_before_them(parts, worker):
     parts.send(worker, 1)
     parts.estimator.fail = {"observe"}
     parts.intake.take(worker, [report(2)])

@@ -17,10 +17,7 @@ from tests.support.service_parts import ELSEWHERE, KEY, Parts
 
 @pytest.fixture
 def parts():
-    async def made() -> Parts:
-        return Parts()
-
-    return asyncio.run(made())
+    return Parts()
 
 
 def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
