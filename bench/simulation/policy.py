@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import NamedTuple
@@ -27,13 +28,7 @@ FIRST_S = 40.0
 SCENARIO_HELP = f"Scenario, repeatable; all when absent: {', '.join(SCENARIOS)}."
 
 
-class Job(NamedTuple):
-    """One policy in one seed of a scenario."""
-
-    scenario: str
-    policy: str
-    seed: int
-    seconds: float
+Job = tuple[str, str, int]  # scenario, policy, seed
 
 
 class Run(NamedTuple):
@@ -47,13 +42,14 @@ class Run(NamedTuple):
     later: float
 
 
-def run(job: Job) -> Run:
-    """Play in this process."""
-    scenario = SCENARIOS[job.scenario]
-    worlds = scenario.worlds(job.seed, job.seconds)
-    score = play(learner_of(job.policy, scenario, worlds), *worlds, last_is_faulty=scenario.last_is_faulty)
+def run(job: Job, seconds: float) -> Run:
+    """Play in this process. seconds: of simulated time."""
+    name, policy, seed = job
+    scenario = SCENARIOS[name]
+    worlds = scenario.worlds(seed, seconds)
+    score = play(learner_of(policy, scenario, worlds), *worlds, last_is_faulty=scenario.last_is_faulty)
     shares = (score.percent(), score.percent(0.0, FIRST_S), score.percent(FIRST_S))
-    return Run(job.scenario, job.policy, job.seed, *(round(share, 2) for share in shares))
+    return Run(*job, *(round(share, 2) for share in shares))
 
 
 def learner_of(policy: str, scenario: Scenario, worlds: Worlds) -> Learner:
@@ -65,14 +61,15 @@ def learner_of(policy: str, scenario: Scenario, worlds: Worlds) -> Learner:
     return EstimatorLearner(first.limits, policy, profile, scenario.probe_steps)
 
 
-def run_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Run]:
+def run_all(jobs: Sequence[Job], seconds: float, num_processes: int) -> Iterator[Run]:
     """Runs of all jobs, in their order."""
+    play_one = partial(run, seconds=seconds)
     if num_processes == 1:
-        yield from map(run, jobs)
+        yield from map(play_one, jobs)
         return
     # spawn: forking a process that has threads (progress bars do) can deadlock
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        yield from pool.imap(run, jobs)
+        yield from pool.imap(play_one, jobs)
 
 
 def policy(
@@ -95,9 +92,8 @@ def policy(
     chosen = scenario or list(SCENARIOS)
     names = [name.strip() for name in policies.split(",") if name.strip()]
     check(chosen, names)
-    wanted = product(chosen, names, range(first_seed, first_seed + seeds))
-    jobs = [Job(where, name, seed, seconds) for where, name, seed in wanted]
-    todo = run_all(jobs, processes or os.cpu_count() or 1)
+    jobs = list(product(chosen, names, range(first_seed, first_seed + seeds)))
+    todo = run_all(jobs, seconds, processes or os.cpu_count() or 1)
     runs = list(track(todo, total=len(jobs), console=Console(stderr=True)))
     if json_output:
         lines = ",\n  ".join(json.dumps(each._asdict()) for each in runs)

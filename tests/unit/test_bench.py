@@ -9,7 +9,7 @@ from speclen.bench.engine.run import generate
 from speclen.bench.simulation.learner import Constant
 from speclen.bench.simulation.own_h200 import OwnH200
 from speclen.bench.simulation.play import best_arm, play
-from speclen.bench.simulation.policy import Job, run
+from speclen.bench.simulation.policy import run
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.vllm_h200 import VllmH200
 from speclen.bench.spread import ratio, spread
@@ -81,7 +81,7 @@ def test_a_faulty_worker_reports_more_often_that_all_was_accepted():
 
 
 def test_a_learner_beats_a_wrong_profile():
-    adaptive, profile = (run(Job("never", policy, 3, 60.0)) for policy in ("adaptive", "profile"))
+    adaptive, profile = (run(("never", policy, 3), 60.0) for policy in ("adaptive", "profile"))
     assert adaptive.whole > profile.whole + 5.0
 
 
