@@ -20,12 +20,7 @@ FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
-    """Decoding of a transformers tokenizer, without the clean-up of spaces, which looks at more than one token.
-
-    Without a tokenizer all text is empty.
-    """
-    if tokenizer is None:
-        return lambda ids: ""
+    """Decoding of a transformers tokenizer, without the clean-up of spaces, which looks at more than one token."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         return lambda ids: fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
