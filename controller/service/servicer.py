@@ -30,7 +30,7 @@ from speclen.controller.wire.validation import (
     read_probe_steps,
     read_profile,
 )
-from speclen.records import Arm, ContextKey
+from speclen.records import Arm
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -127,7 +127,9 @@ class ControlServicer(rpc.ControlServiceServicer):
     ) -> pb.GetLearnedTableResponse:
         keys = list(self.learner.registry.contexts)
         if request.HasField("context"):
-            keys = [self._known(read_context(request.context))]
+            keys = [read_context(request.context)]
+            if keys[0] not in self.learner.registry.contexts:
+                raise UnregisteredError(f"context {keys[0]} is unknown: register a worker with it first")
         await self.learner.learn_all()
         response = pb.GetLearnedTableResponse()
         for key in keys:
@@ -157,11 +159,6 @@ class ControlServicer(rpc.ControlServiceServicer):
     def _find(self, identity: pb.WorkerIdentity) -> Worker:
         check_identity(identity)
         return self.learner.registry.find(identity.worker_id, identity.epoch)
-
-    def _known(self, key: ContextKey) -> ContextKey:
-        if key not in self.learner.registry.contexts:
-            raise UnregisteredError(f"context {key} is unknown: register a worker with it first")
-        return key
 
     def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
         """The arm for the next step of this batch size: of the worker's probe if it has one, else the table's."""
