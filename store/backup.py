@@ -36,20 +36,18 @@ def copy(source: Connection, target: Path) -> int:
 
 def fill(file: Path, source: Connection) -> None:
     """Make a file a copy of an open database. StoreError: a damaged source. sqlite3.Error: no room for the file."""
-    copied = sqlite3.connect(file, isolation_level=None)
     try:
-        # In one go: in smaller steps every commit of the controller would make the copy start over.
-        source.backup(copied)
-        # A file of its own, readable from read-only media: no -wal beside it.
-        copied.execute("PRAGMA journal_mode = DELETE")
-        found = first_problem(copied)
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as copied:
+            # In one go: in smaller steps every commit of the controller would make the copy start over.
+            source.backup(copied)
+            # A file of its own, readable from read-only media: no -wal beside it.
+            copied.execute("PRAGMA journal_mode = DELETE")
+            found = first_problem(copied)
     except FileErrors as error:
         found = first_reading_problem(source)  # SQLite does not say which of two files an error is about
         if not found and isinstance(error, sqlite3.Error):
             raise
         found = found or in_one_line(error)
-    finally:
-        copied.close()
     if found:
         path = source.execute("PRAGMA database_list").fetchone()[2]
         raise StoreError(f"{path} cannot be copied ({found}): look at it with `speclen doctor`")

@@ -7,6 +7,7 @@ import re
 import time
 from calendar import timegm
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,10 @@ def tables(
 
 
 def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:
-    with Live(draw(), auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(interval_s)
-                live.update(draw(), refresh=True)
-        except KeyboardInterrupt:
-            return
+    with suppress(KeyboardInterrupt), Live(draw(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(draw(), refresh=True)
 
 
 def rows_of(db: Path, view: str, context: str) -> list[Row]:

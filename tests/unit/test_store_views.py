@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import pytest
 
@@ -25,11 +26,8 @@ from tests.support.store_rows import (
 
 
 def view(store: Store, name: str) -> list[dict]:
-    connection = connect_reader(store.path)
-    try:
+    with closing(connect_reader(store.path)) as connection:
         return view_rows(connection, name)
-    finally:
-        connection.close()
 
 
 def test_learned_table_by_hand(store):
