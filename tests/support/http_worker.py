@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -47,11 +47,7 @@ class HttpWorker:
 
     engine: Engine
     control: ControlClient
-    security: ServerSecurity = field(default_factory=ServerSecurity)
-    chat_template: str | None = None
-    unread_timeout_s: float = 30.0
-    max_waiting: int = 256
-    model: str = MODEL
+    security: ServerSecurity
     http: str = ""
     grpc: str = ""
     server: HttpServer | None = None
@@ -66,24 +62,6 @@ class HttpWorker:
     @property
     def url(self) -> str:
         return f"http://{self.http}"
-
-    async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
-        unread_s = self.unread_timeout_s
-        engine, metrics, servicer = parts_of(self.engine, self.control, self.max_waiting, 0.005, unread_s)
-        self.async_engine = engine
-        page = page_of(metrics.registry, self.model)
-        front = Front(engine, self.model, page, self.chat_template)
-        grpc_server, grpc_port, _ = await open_service("127.0.0.1:0", servicer, ServerSecurity())
-        await grpc_server.start()
-        bound = bind("--http-listen", "127.0.0.1:0")
-        self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
-        app, refuse = create_app(front), engine.metrics.refuse
-        self.server = make_server(app, self.security, unread_s, refuse)
-        async with serving(self.server, bound):
-            started.set()
-            await stopping.wait()
-        await grpc_server.stop(None)
-        engine.admission.close()
 
 
 @contextlib.contextmanager
@@ -101,12 +79,27 @@ def http_worker(
     """settings: of the engine."""
     engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
     control = client(follow=False, limits=engine.limits, first=DEFAULT_ARM)
-    limits = unread_timeout_s, max_waiting
-    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *limits, model)
+    worker = HttpWorker(engine, control, security or ServerSecurity())
     started, stopping = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async_engine, metrics, servicer = parts_of(engine, control, max_waiting, 0.005, unread_timeout_s)
+        worker.async_engine = async_engine
+        front = Front(async_engine, model, page_of(metrics.registry, model), chat_template)
+        grpc_server, grpc_port, _ = await open_service("127.0.0.1:0", servicer, ServerSecurity())
+        await grpc_server.start()
+        bound = bind("--http-listen", "127.0.0.1:0")
+        worker.http, worker.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
+        worker.server = make_server(create_app(front), worker.security, unread_timeout_s, async_engine.metrics.refuse)
+        async with serving(worker.server, bound):
+            started.set()
+            await stopping.wait()
+        await grpc_server.stop(None)
+        async_engine.admission.close()
+
     loop = worker.loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)
-    loop_thread = threading.Thread(target=loop.run_until_complete, args=(worker.serve(started, stopping),))
+    loop_thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     engine_thread.start()
     loop_thread.start()
     assert started.wait(30)
