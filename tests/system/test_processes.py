@@ -46,8 +46,7 @@ def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_l
 def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
     one = child(tmp_path)
     one.log_file.write_text("of an earlier life\n")
-    one.start()
-    one.process.wait(30)
+    died(one)
     assert [line for line in one.new_remarks() if "earlier" in line] == []
     with one.log_file.open("a") as log:
         log.write(
