@@ -7,11 +7,11 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product, starmap
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import typer
@@ -30,12 +30,13 @@ from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.speculative import LaunchedStep
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
 Prompts = Sequence[tuple[int, ...]]
-OF_STEPS = ("full_batch_tokens_per_s", "tokens_per_step", "step_ms")
+OF_STEPS = ("full_batch_tokens_per_s", "tokens_per_step", "step_ms", "host_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
     limits = (settings.batch_sizes[-1], settings.lengths[-1])
     engines = {name: Engine(pair, EngineConfig(*limits, backend=name), FixedArm(PLAIN)) for name in settings.backends}
+    host_times = {name: watch_host(engine) for name, engine in engines.items()}
     works = list(starmap(Work, product(settings.batch_sizes, settings.lengths, settings.backends)))
+    hosts: dict[Work, list[float]] = defaultdict(list)
     rates: dict[Work, list[float]] = defaultdict(list)
     steps: dict[Work, list[StepRecord]] = defaultdict(list)
     order, stderr, quiet = random.Random(settings.seed), Console(stderr=True), not sys.stderr.isatty()
@@ -124,8 +127,10 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
         title = f"repeat {repeat} of {settings.repeats}" if repeat else "warming up"
         for work in track(order.sample(works, len(works)), title, console=stderr, transient=True, disable=quiet):
             new_tokens = settings.new_tokens if repeat else min(8, settings.new_tokens)
+            host_times[work.backend].clear()
             seconds, found = run(engines[work.backend], prompts[: work.batch_size], new_tokens, work.length)
             if repeat:
+                hosts[work] += host_times[work.backend]
                 rates[work].append(work.batch_size * new_tokens / seconds)
                 steps[work] += found
     plain = {size: rates[Work(size, 0, settings.backends[0])] for size in settings.batch_sizes}
@@ -136,7 +141,7 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
         "machine": machine(pair.device),
         "settings": asdict(settings),
         "backends": {name: one.backend for name, one in engines.items()},
-        "cells": [cell(work, rates[work], plain[work.batch_size], steps[work]) for work in works],
+        "cells": [cell(work, rates[work], plain[work.batch_size], steps[work], hosts[work]) for work in works],
     }
 
 
@@ -151,10 +156,38 @@ def run(engine: Engine, prompts: Prompts, new_tokens: int, length: int) -> tuple
     return seconds, [one for one in steps if not one.flags and (one.batch_size, one.arm) == (len(prompts), arm)]
 
 
-def cell(work: Work, rates: list[float], plain: list[float], steps: list[StepRecord]) -> dict[str, Any]:
+def watch_host(engine: Engine) -> list[float]:
+    """A list that grows while the engine runs: seconds from each step's result to the next pass, when a device waits."""
+    found, results = list[float](), list[float]()
+
+    def before(run: Callable[..., Any]) -> Callable[..., Any]:
+        def first(*parts: Any) -> Any:
+            if results:
+                found.append(time.perf_counter() - results.pop())
+            return run(*parts)
+
+        return first
+
+    def after(read: Callable[..., None]) -> Callable[..., None]:
+        def noted(step: LaunchedStep) -> None:
+            read(step)
+            results[:] = [time.perf_counter()]
+
+        return noted
+
+    engine.runner.read = after(engine.runner.read)  # type: ignore[method-assign]
+    for model in (engine.target, engine.draft):
+        for name in {"forward", "host_logits"} & set(dir(model)):
+            setattr(model, name, before(getattr(model, name)))
+    return found
+
+
+def cell(
+    work: Work, rates: list[float], plain: list[float], steps: list[StepRecord], host_times: list[float]
+) -> dict[str, Any]:
     """Throughput over the repeats, and mean step time over all steps at full batch size.
 
-    plain: tokens per second of the first backend at length 0, repeat by repeat.
+    plain: tokens per second of the first backend at length 0, repeat by repeat. host_times: as by `watch_host`.
     """
     row: dict[str, Any] = {
         "kind": work.backend,
@@ -170,6 +203,7 @@ def cell(work: Work, rates: list[float], plain: list[float], steps: list[StepRec
     accepted = sum(j * count for record in steps for j, count in enumerate(record.accepted_histogram))
     row["tokens_per_step"] = 1 + accepted / sequences
     row["step_ms"] = 1e3 * fmean(record.latency_s for record in steps)
+    row["host_ms"] = 1e3 * median(host_times)
     # A server's throughput, which replaces finished sequences; tokens_per_s also has the tail of a fixed set of prompts.
     row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
     return row
@@ -179,9 +213,10 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
-        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
+        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails; "
+        "host ms: from a step's result to the next pass"
     )
-    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms"]
+    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "host ms"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
         where = (row["kind"], str(row["batch_size"]), str(row["speculation_length"]))

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -19,11 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from speclen.cli.support.files import write_whole
 from speclen.cli.support.machine import provenance
 
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 96, 128, 192
+PROMPTS_APART = 37  # of two turns
 NUM_CHECKED, CHECKED_TOKENS = 8, 48
 LEARN_SHARE = 0.3  # of the time that is left when the engine is up
 BETWEEN_S = 0.5  # two blocks: for what is under way to end
@@ -90,14 +92,14 @@ def serve(
 
     sizes = (*REQUESTS, *reversed(REQUESTS))
     learn_s = LEARN_SHARE * (until - time.monotonic()) / len(sizes)
-    for requests in sizes:
-        note([bench.block("adaptive", requests, learn_s, measured=False)])
+    for turn, requests in enumerate(sizes):
+        note([bench.block("adaptive", requests, learn_s, turn, measured=False)])
     for number in itertools.count():
         if until - time.monotonic() < len(policies) * (block_s + BETWEEN_S):
             break
         first = number % len(policies)
         order = (*policies[first:], *policies[:first])
-        note([bench.block(policy, REQUESTS[number % len(REQUESTS)], block_s) for policy in order])
+        note([bench.block(policy, REQUESTS[number % len(REQUESTS)], block_s, len(sizes) + number) for policy in order])
 
 
 def compare_outputs(bench: Bench, policies: Sequence[str]) -> dict[str, int]:
@@ -109,13 +111,13 @@ def compare_outputs(bench: Bench, policies: Sequence[str]) -> dict[str, int]:
 
 
 def rates_of(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
-    """Median tokens per second by policy and requests, of the blocks that are measured."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Tokens per second by policy and requests, over all blocks that are measured: of all policies on the same prompts."""
+    found: dict[str, dict[str, np.ndarray]] = {}
     for block in blocks:
         if block.measured:
-            rates = found.setdefault(block.policy, {})
-            rates.setdefault(str(block.requests), []).append(block.tokens / block.seconds)
-    return {policy: {size: statistics.median(rates) for size, rates in row.items()} for policy, row in found.items()}
+            sums = found.setdefault(block.policy, {}).setdefault(str(block.requests), np.zeros(2))
+            sums += block.tokens, block.seconds
+    return {policy: {size: float(a / b) for size, (a, b) in row.items()} for policy, row in found.items()}
 
 
 class Bench:
@@ -160,10 +162,13 @@ class Bench:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         return name
 
-    def block(self, policy: str, requests: int, seconds: float, measured: bool = True) -> Block:
-        """So many requests at once, half of them greedy, for so many seconds; what is under way at the end is aborted."""
+    def block(self, policy: str, requests: int, seconds: float, turn: int, measured: bool = True) -> Block:
+        """So many requests at once, half of them greedy, for so many seconds; what is under way at the end is aborted.
+
+        turn: of a turn's own prompts, since the first ones alone are no sample of acceptance.
+        """
         self.use(policy)
-        numbers = itertools.count()
+        numbers = itertools.count(PROMPTS_APART * turn)
 
         def another(num_tokens: int = NEW_TOKENS) -> str:
             number = next(numbers)

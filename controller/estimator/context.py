@@ -245,7 +245,8 @@ class Context:
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
-        ratios = self._ratios_of(POOL)
+        estimates = self.groups[POOL].estimates
+        ratios = self._ratios_of(POOL) if estimates is None else estimates.ratios  # as in the rows of arms
         share = self.traffic.load().mix.mean(axis=0)
         survival = np.cumprod(share @ ratios.accepted)
         return list(zip(survival.tolist(), ratios.trials.tolist(), strict=True))

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
-from speclen.worker.backends.torch import captured_model, fused, llama
+from speclen.worker.backends.torch import captured_model, fused, fused_attention, llama
 from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.recording import RerunRecorder
@@ -36,15 +36,24 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize("short_places", [0, 300], ids=["in parts", "whole"])
+@pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize(
     ("queries", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 16), (3, 6, 2, 12), (9, 16, 2, 8), (17, 8, 1, 64)]
 )
 def test_queries_attend_to_what_their_row_holds(
-    queries: int, heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    short_places: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of all lengths up to a full one, one that holds nothing else, and one that is there only to fill up."""
     places = 300
+    monkeypatch.setattr(fused_attention, "SHORT_PLACES", short_places)
     pool = KVPool([LayerShape(kv_heads, head_dim)], 7, places + queries, dtype, engines.DEVICE)
     layer = pool.layers[0]
     starts = torch.tensor([0, 1, 15, 100, places - queries, places], device=engines.DEVICE)
@@ -171,14 +180,16 @@ from speclen.worker.backends.torch import fused, fused_attention
 
 constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
 constants |= {"block_heads": 16, "block_dim": 64, "kv_heads": 2, "block_queries": 16, "block_keys": 64}
-constants["is_interpreted"] = False
+constants |= {"is_interpreted": False, "num_parts": 1}
 numbers = {"size": "i32", "eps": "fp32", "queries": "i32", "length": "i32", "angle_stride": "i32", "positions": "*i64"}
-numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32"}
+numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32", "sums": "*fp32"}
+numbers |= {"count": "i32", "found": "*fp32"}
 large = {"head_dim": 128, "block_dim": 128, "block_queries": 64, "block_keys": 32}
 for kernel, changes, dtype in (
     *((kernel, {}, "*bf16") for kernel in (fused._add_norm, fused._gate, fused._rotate_and_store)),
     *((fused_attention._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
-    (fused_attention._attend, {"has_window": True} | large, "*fp32"),
+    (fused_attention._attend, {"has_window": True, "num_parts": 4} | large, "*fp32"),
+    (fused_attention._join, {}, "*bf16"),
 ):
     constants |= changes
     names = [parameter.name for parameter in kernel.params]
@@ -193,4 +204,4 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout.split() == ["True"] * 6, done.stderr
+    assert done.stdout.split() == ["True"] * 7, done.stderr

@@ -58,7 +58,7 @@ class CapturedModel(CachedModel):
 
     max_recordings: of passes of decoding rows, kept at most; the least recently used is evicted. The pool must have
     `max_queries` places more per row than the context. num_first_uses: passes recorded so far. widths: queries and logits
-    per row of decoding passes; with kernels others are cut into blocks.
+    per row of decoding passes; others with one logit are cut into blocks, or take the plain path without kernels.
     """
 
     def __init__(
@@ -96,12 +96,10 @@ class CapturedModel(CachedModel):
         return [logits, *(self._feed(others) if others else ())]
 
     def _is_decoding(self, part: PassPart) -> bool:
-        """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens of few rows."""
+        """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
-        if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > MOST_BLOCKS:
-            return True
-        return (part.num_queries, part.num_logits) in self.widths
+        return part.num_logits > 1 or (part.num_queries, part.num_logits) in self.widths
 
     def _replay(self, part: PassPart) -> torch.Tensor | None:
         """Logits of rows 0, 1, ... by a recorded pass; None if it cannot be recorded."""
@@ -278,7 +276,5 @@ def padded_rows(rows: int, most: int) -> int:
 
 
 def reach(num_tokens: int, most: int) -> int:
-    """Tokens that attention reads, rounded up: 128, 192, 256, 384, 512, ..."""
-    doubled = max(SMALLEST_REACH, 1 << (num_tokens - 1).bit_length())
-    between = doubled * 3 // 4
-    return min(between if SMALLEST_REACH < num_tokens <= between else doubled, most)
+    """Tokens that attention reads, rounded up: 128, 256, 512, ..."""
+    return min(max(SMALLEST_REACH, 1 << (num_tokens - 1).bit_length()), most)

@@ -1,7 +1,8 @@
-"""Triton kernel for the attention of a Llama-style layer, see `fused`.
+"""Triton kernels for the attention of a Llama-style layer, see `fused`.
 
 Attention reads each row up to its own length. torch's attention reads all rows up to the longest, which is fixed in a
-recording: it needs one for every length.
+recording: it needs one for every length. Of few rows that may be long, several programs read one row's keys, a part each,
+and a second kernel joins what they found (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import triton.language as tl
 QUERIES_PER_PROGRAM = 64
 KEYS_BYTES = 16_384
 SMALLEST_PRODUCT = 16  # least rows and columns of a product in Triton
+# Rows of at most so many places are read by one program. Of longer ones so many programs keep a large GPU busy.
+SHORT_PLACES = 2048
+MOST_PROGRAMS = 128
+MOST_PARTS = 16  # of one row's keys
+NOTHING = tl.constexpr(-1e30)  # logarithm of the sum of no weights; infinities have no difference
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -44,10 +50,17 @@ def attend(
     block_queries = min(QUERIES_PER_PROGRAM, max(SMALLEST_PRODUCT, triton.next_power_of_2(grouped)))
     block_dim = max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
     block_keys = min(128, max(SMALLEST_PRODUCT, KEYS_BYTES // (block_dim * query.element_size())))
+    num_blocks = triton.cdiv(grouped, block_queries)
+    num_parts = num_parts_of(num_rows * kv_heads * num_blocks, num_places)
     output = query.new_empty(num_rows, queries, heads, head_dim)
+    found, sums = output, output
+    if num_parts > 1:
+        found = output.new_empty(num_parts, *output.shape, dtype=torch.float32)
+        sums = found.new_empty(found.shape[:-1])
     with device_of(query):
-        _attend[(num_rows, kv_heads, triton.cdiv(grouped, block_queries))](
-            *(query, rows, positions, layer, output, scaling, window or 0, num_places, grouped, queries, length),
+        _attend[(num_rows, kv_heads, num_blocks * num_parts)](
+            *(query, rows, positions, layer, found, sums, scaling, window or 0, num_places, grouped, queries, length),
+            num_parts=num_parts,
             has_window=window is not None,
             is_interpreted=not query.is_cuda,
             num_heads=heads,
@@ -58,7 +71,16 @@ def attend(
             block_dim=block_dim,
             num_stages=2,
         )
+        if num_parts > 1:
+            count = num_rows * queries * heads
+            _join[(count,)](found, sums, output, count, num_parts=num_parts, head_dim=head_dim, block_dim=block_dim)
     return output
+
+
+def num_parts_of(num_programs: int, num_places: int) -> int:
+    """Programs, a power of two, that share the keys of a row. num_programs: with one for each. num_places: of a row."""
+    most = min(MOST_PARTS, MOST_PROGRAMS // num_programs)
+    return 1 if num_places <= SHORT_PLACES or most < 2 else 1 << (most.bit_length() - 1)
 
 
 @triton.jit(do_not_specialize=["window", "num_places", "grouped", "queries"])
@@ -68,12 +90,14 @@ def _attend(
     positions,
     layer,
     output,
+    sums,
     scaling,
     window,
     num_places,
     grouped,
     queries,
     length,
+    num_parts: tl.constexpr,
     has_window: tl.constexpr,
     is_interpreted: tl.constexpr,
     num_heads: tl.constexpr,
@@ -83,9 +107,14 @@ def _attend(
     block_keys: tl.constexpr,
     block_dim: tl.constexpr,
 ):
-    """One program a row, head of keys, and block_queries of the queries that read them."""
+    """One program a row, head of keys, block_queries of the queries that read them, and part of the keys.
+
+    output: [parts, rows, queries, heads, head_dim], and sums [parts, rows, queries, heads]: logarithms of the sums of the
+    parts' weights, unused where there is one part.
+    """
     row, kv_head = tl.program_id(0), tl.program_id(1)
-    asked = tl.program_id(2) * block_queries + tl.arange(0, block_queries)
+    part = tl.program_id(2) % num_parts
+    asked = tl.program_id(2) // num_parts * block_queries + tl.arange(0, block_queries)
     dims = tl.arange(0, block_dim)
     is_dim = dims < head_dim
     position = tl.load(positions + row * queries + asked % queries, mask=asked < grouped, other=-1)
@@ -95,13 +124,31 @@ def _attend(
     q = tl.load(query + first_asked + asked[:, None] * head_dim + dims[None, :], mask=held, other=0.0)
     stored = tl.load(rows + row).to(tl.int64) * 2 * kv_heads + kv_head
     keys, values = layer + stored * length * head_dim, layer + (stored + kv_heads) * length * head_dim
-    summed, total = _sum_values(
-        q, position, keys, values, dims, is_dim, scaling, window, has_window, is_interpreted, head_dim, block_keys
+    summed, total, best = _sum_values(
+        q, position, keys, values, scaling, window, part, num_parts, has_window, is_interpreted, head_dim, block_keys
     )
-    attended = summed / tl.where(total > 0, total, 1.0)[:, None]
+    weight = tl.where(total > 0, total, 1.0)
+    attended = summed / weight[:, None]
     head, column = kv_head * (grouped // queries) + asked // queries, asked % queries
-    place = ((row.to(tl.int64) * queries + column) * num_heads + head) * head_dim
-    tl.store(output + place[:, None] + dims[None, :], attended.to(output.dtype.element_ty), mask=held)
+    first_row = part.to(tl.int64) * tl.num_programs(0) + row
+    place = (first_row * queries + column) * num_heads + head
+    found = output + place[:, None] * head_dim + dims[None, :]
+    tl.store(found, attended.to(output.dtype.element_ty), mask=held)
+    if num_parts > 1:
+        tl.store(sums + place, tl.where(total > 0, best + tl.log(weight), NOTHING), mask=asked < grouped)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _join(found, sums, output, count, num_parts: tl.constexpr, head_dim: tl.constexpr, block_dim: tl.constexpr):
+    """One program a query and head, `count` in all: what its parts found, by their shares of all weights."""
+    at = tl.program_id(0).to(tl.int64)
+    places = at + tl.arange(0, num_parts).to(tl.int64) * count
+    dims = tl.arange(0, block_dim)
+    logs = tl.load(sums + places)
+    weights = tl.exp(logs - tl.max(logs, axis=0))
+    parts = tl.load(found + places[:, None] * head_dim + dims[None, :], mask=(dims < head_dim)[None, :], other=0.0)
+    joined = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    tl.store(output + at * head_dim + dims, joined.to(output.dtype.element_ty), mask=dims < head_dim)
 
 
 @triton.jit
@@ -110,22 +157,31 @@ def _sum_values(
     position,
     keys,
     values,
-    dims,
-    is_dim,
     scaling,
     window,
+    part,
+    num_parts: tl.constexpr,
     has_window: tl.constexpr,
     is_interpreted: tl.constexpr,
     head_dim: tl.constexpr,
     block_keys: tl.constexpr,
 ):
-    """Weighted sum of the values that each query sees, and of the weights; softmax as it goes along."""
+    """Weighted sum of the values that each query sees in a part, and of the weights; softmax as it goes along.
+
+    The third result is the largest score, which both sums are relative to.
+    """
+    dims = tl.arange(0, q.shape[1])
+    is_dim = dims < head_dim
     end = tl.max(position, axis=0) + 1
     start = 0
     if has_window:
         # Only queries with a place count; without any, nothing is read.
         first = tl.min(tl.where(position >= 0, position, end), axis=0)
         start = tl.maximum(0, first - window + 1) // block_keys * block_keys
+    if num_parts > 1:
+        width = tl.cdiv(tl.cdiv(end - start, num_parts), block_keys) * block_keys
+        start += part * width
+        end = tl.minimum(end, start + width)
     best = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     summed = tl.zeros(q.shape, tl.float32)
@@ -145,7 +201,7 @@ def _sum_values(
         summed = summed * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total = total * kept + tl.sum(weights, axis=1)
         best = higher
-    return summed, total
+    return summed, total, best
 
 
 @triton.jit
