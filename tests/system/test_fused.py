@@ -180,18 +180,20 @@ from speclen.worker.backends.torch import fused, fused_attention
 
 constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
 constants |= {"block_heads": 16, "block_dim": 64, "kv_heads": 2, "block_queries": 16, "block_keys": 64}
-constants |= {"is_interpreted": False, "num_parts": 1}
+constants |= {"is_interpreted": False, "has_parts": False}
 numbers = {"size": "i32", "eps": "fp32", "queries": "i32", "length": "i32", "angle_stride": "i32", "positions": "*i64"}
 numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32", "sums": "*fp32"}
-numbers |= {"count": "i32", "found": "*fp32"}
+numbers |= {"count": "i32", "found": "*fp32", "num_parts": "i32"}
 large = {"head_dim": 128, "block_dim": 128, "block_queries": 64, "block_keys": 32}
 for kernel, changes, dtype in (
     *((kernel, {}, "*bf16") for kernel in (fused._add_norm, fused._gate, fused._rotate_and_store)),
     *((fused_attention._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
-    (fused_attention._attend, {"has_window": True, "num_parts": 4} | large, "*fp32"),
-    (fused_attention._join, {}, "*bf16"),
+    (fused_attention._attend, {"has_window": True} | large, "*fp32"),
+    (fused_attention._attend, {"has_window": False, "has_parts": True}, "*bf16"),
+    (fused_attention._join, {"num_parts": 4}, "*bf16"),
 ):
     constants |= changes
+    numbers["output"] = "*fp32" if "has_parts" in changes else dtype
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else numbers.get(name, dtype) for name in names}
     chosen = {(at,): constants[name] for at, name in enumerate(names) if name in constants}
@@ -204,4 +206,4 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout.split() == ["True"] * 7, done.stderr
+    assert done.stdout.split() == ["True"] * 8, done.stderr

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from speclen.worker.backends.torch.fused_attention import attend, device_of
+from speclen.worker.backends.torch.fused_attention import SHORT_PLACES, attend, device_of
 
 __all__ = ["add_norm", "attend", "gate", "rotate_and_store", "works_on"]
 
@@ -35,9 +35,12 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     positions = torch.tensor([[1]], device=device)
     rows = torch.zeros(1, dtype=torch.long, device=device)
     query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, rows, positions, layer)
-    attended = attend(query, rows, positions, layer, 1e9, None, 4)  # sees only the second token, whose values are 1
-    found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum(), attended.sum()]
-    return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0, 4.0]
+    # Sees only the second token, whose values are 1; in a row of many places several programs share it.
+    attended = [
+        attend(query, rows, positions, layer, 1e9, None, num_places).sum() for num_places in (4, SHORT_PLACES + 1)
+    ]
+    found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum(), *attended]
+    return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0, 4.0, 4.0]
 
 
 def add_norm(

@@ -17,9 +17,8 @@ import triton.language as tl
 QUERIES_PER_PROGRAM = 64
 KEYS_BYTES = 16_384
 SMALLEST_PRODUCT = 16  # least rows and columns of a product in Triton
-# Rows of at most so many places are read by one program. Of longer ones so many programs keep a large GPU busy.
-SHORT_PLACES = 2048
-MOST_PROGRAMS = 128
+SHORT_PLACES = 2048  # of a row up to which one program reads it
+MOST_PROGRAMS = 128  # keep a large GPU busy
 MOST_PARTS = 16  # of one row's keys
 NOTHING = tl.constexpr(-1e30)  # logarithm of the sum of no weights; infinities have no difference
 
@@ -60,7 +59,8 @@ def attend(
     with device_of(query):
         _attend[(num_rows, kv_heads, num_blocks * num_parts)](
             *(query, rows, positions, layer, found, sums, scaling, window or 0, num_places, grouped, queries, length),
-            num_parts=num_parts,
+            num_parts,
+            has_parts=num_parts > 1,
             has_window=window is not None,
             is_interpreted=not query.is_cuda,
             num_heads=heads,
@@ -78,12 +78,12 @@ def attend(
 
 
 def num_parts_of(num_programs: int, num_places: int) -> int:
-    """Programs, a power of two, that share the keys of a row. num_programs: with one for each. num_places: of a row."""
+    """Parts, a power of two, into which a row's keys are split. num_programs: without parts. num_places: of a row."""
     most = min(MOST_PARTS, MOST_PROGRAMS // num_programs)
     return 1 if num_places <= SHORT_PLACES or most < 2 else 1 << (most.bit_length() - 1)
 
 
-@triton.jit(do_not_specialize=["window", "num_places", "grouped", "queries"])
+@triton.jit(do_not_specialize=["window", "num_places", "grouped", "queries", "num_parts"])
 def _attend(
     query,
     rows,
@@ -97,7 +97,8 @@ def _attend(
     grouped,
     queries,
     length,
-    num_parts: tl.constexpr,
+    num_parts,
+    has_parts: tl.constexpr,
     has_window: tl.constexpr,
     is_interpreted: tl.constexpr,
     num_heads: tl.constexpr,
@@ -134,7 +135,7 @@ def _attend(
     place = (first_row * queries + column) * num_heads + head
     found = output + place[:, None] * head_dim + dims[None, :]
     tl.store(found, attended.to(output.dtype.element_ty), mask=held)
-    if num_parts > 1:
+    if has_parts:
         tl.store(sums + place, tl.where(total > 0, best + tl.log(weight), NOTHING), mask=asked < grouped)
 
 
@@ -160,7 +161,7 @@ def _sum_values(
     scaling,
     window,
     part,
-    num_parts: tl.constexpr,
+    num_parts,
     has_window: tl.constexpr,
     is_interpreted: tl.constexpr,
     head_dim: tl.constexpr,
@@ -178,10 +179,9 @@ def _sum_values(
         # Only queries with a place count; without any, nothing is read.
         first = tl.min(tl.where(position >= 0, position, end), axis=0)
         start = tl.maximum(0, first - window + 1) // block_keys * block_keys
-    if num_parts > 1:
-        width = tl.cdiv(tl.cdiv(end - start, num_parts), block_keys) * block_keys
-        start += part * width
-        end = tl.minimum(end, start + width)
+    width = tl.cdiv(tl.cdiv(end - start, num_parts), block_keys) * block_keys
+    start += part * width
+    end = tl.minimum(end, start + width)
     best = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     summed = tl.zeros(q.shape, tl.float32)
