@@ -58,7 +58,7 @@ class CapturedModel(CachedModel):
 
     max_recordings: of passes of decoding rows, kept at most; the least recently used is evicted. The pool must have
     `max_queries` places more per row than the context. num_first_uses: passes recorded so far. widths: queries and logits
-    per row of decoding passes; others with one logit are cut into blocks, or take the plain path without kernels.
+    per row of decoding passes; with kernels others are cut into blocks.
     """
 
     def __init__(
@@ -96,10 +96,12 @@ class CapturedModel(CachedModel):
         return [logits, *(self._feed(others) if others else ())]
 
     def _is_decoding(self, part: PassPart) -> bool:
-        """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens."""
+        """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens of few rows."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
-        return part.num_logits > 1 or (part.num_queries, part.num_logits) in self.widths
+        if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > MOST_BLOCKS:
+            return True
+        return (part.num_queries, part.num_logits) in self.widths
 
     def _replay(self, part: PassPart) -> torch.Tensor | None:
         """Logits of rows 0, 1, ... by a recorded pass; None if it cannot be recorded."""
