@@ -25,7 +25,7 @@ from speclen.cli.support.machine import provenance
 
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 96, 128, 192
-PROMPTS_APART = 37  # of two turns
+PROMPTS_APART = 37  # between the first prompts of two turns
 NUM_CHECKED, CHECKED_TOKENS = 8, 48
 LEARN_SHARE = 0.3  # of the time that is left when the engine is up
 BETWEEN_S = 0.5  # two blocks: for what is under way to end
@@ -165,10 +165,11 @@ class Bench:
     def block(self, policy: str, requests: int, seconds: float, turn: int, measured: bool = True) -> Block:
         """So many requests at once, half of them greedy, for so many seconds; what is under way at the end is aborted.
 
-        turn: of a turn's own prompts, since the first ones alone are no sample of acceptance.
+        turn: its number, which selects the prompts: the same few are no sample of acceptance.
         """
         self.use(policy)
-        numbers = itertools.count(PROMPTS_APART * turn)
+        # The first request, which takes most of a turn at 1, is greedy in every other turn of that size.
+        numbers = itertools.count(PROMPTS_APART * turn + turn // len(REQUESTS))
 
         def another(num_tokens: int = NEW_TOKENS) -> str:
             number = next(numbers)
