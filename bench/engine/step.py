@@ -130,7 +130,7 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource) -> dict[s
             host_times[work.backend].clear()
             seconds, found = run(engines[work.backend], prompts[: work.batch_size], new_tokens, work.length)
             if repeat:
-                hosts[work] += host_times[work.backend]
+                hosts[work] += host_times[work.backend][1:]  # the first is since the run before
                 rates[work].append(work.batch_size * new_tokens / seconds)
                 steps[work] += found
     plain = {size: rates[Work(size, 0, settings.backends[0])] for size in settings.batch_sizes}
@@ -157,7 +157,7 @@ def run(engine: Engine, prompts: Prompts, new_tokens: int, length: int) -> tuple
 
 
 def watch_host(engine: Engine) -> list[float]:
-    """A list that grows while the engine runs: seconds from each step's result to the next pass, when a device waits."""
+    """Host times, appended while the engine runs: seconds between a step's result and the next pass of a model."""
     found, results = list[float](), list[float]()
 
     def before(run: Callable[..., Any]) -> Callable[..., Any]:

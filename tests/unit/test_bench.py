@@ -99,8 +99,10 @@ def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pai
     for prompt, ids in zip(PROMPTS, generate(engine, PROMPTS, [20] * 3), strict=True):
         assert len(ids) == 20
         check_greedy(tiny_models.build("llama"), request("x", prompt), ids)
+    host_times = step_benchmark.watch_host(engine)
     seconds, steps = step_benchmark.run(engine, PROMPTS, 20, length)
-    assert steps
+    assert len(host_times) >= len(steps) > 0
+    assert 0 < sum(host_times) < seconds
     assert seconds > max(record.latency_s for record in steps)
     for record in steps:
         assert (record.batch_size, record.arm.speculation_length) == (3, length)
