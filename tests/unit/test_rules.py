@@ -5,11 +5,19 @@ The tables give the logits of the next token for every last token, so that many 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from speclen.records import Arm
+from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.engine.speculative import speculative_step
+from speclen.worker.engine.step_plan import Proposals, StepPlan
 from speclen.worker.sampling.host import HostRule
+from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule, TokenRule
 
@@ -135,3 +143,28 @@ def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, d
         assert torch.equal(accepted, expected)
         for row, count in enumerate(accepted.tolist()):
             assert tokens[row, : count + 1].tolist() == wanted[row, : count + 1].tolist()
+
+
+@pytest.mark.parametrize(("length", "ngrams"), [(0, []), (4, []), (0, [1, 2, 3]), (4, [1, 2, 3])])
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"key": 5}])
+def test_launching_a_step_needs_no_value_of_the_device(
+    settings: dict[str, Any], edited: bool, length: int, ngrams: list[int]
+) -> None:
+    """The host would wait in mid-step. Operators that need one raise on the device "meta"."""
+
+    def forward(parts: list[Any]) -> list[torch.Tensor]:
+        return [
+            torch.empty(part.rows.num_rows, part.num_logits, 64, device=part.rows.positions.device) for part in parts
+        ]
+
+    model: Any = SimpleNamespace(device=torch.device("meta"), forward=forward)
+    edits = RowEdits(64, model.device, [1, 2], 1.2, 0.1, 0.1, {3: 1.0}, [7], 4) if edited else None
+    batch = BatchSampling([RowSampling(**{"temperature": 0.7} | settings, edits=edits), RowSampling()], model.device)
+    proposals = Proposals(Arm(length, bool(ngrams)), [0 if ngrams else length, length], [ngrams, []])
+    rows: list[Any] = [SimpleNamespace(tokens=list(range(5))), SimpleNamespace(tokens=list(range(9)))]
+    plan = StepPlan(rows, 2, ArmChoice(proposals.arm), proposals, [], prefilled=False)
+    counts = torch.tensor(plan.num_ngrams, device=model.device)
+    for rule in (SamplingRule(batch, counts + 3, None, counts if ngrams else None), GreedyRule()):
+        num_accepted, ids, _, _ = speculative_step(model, model, plan, 2, rule)
+        assert num_accepted.device == ids.device == model.device
