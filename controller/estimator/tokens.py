@@ -25,6 +25,7 @@ OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
 PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for, and all batch sizes in the class mix of one
 UNSEEN_NGRAM = 1.05  # steps per token of n-gram arms, relative to the same length, before any output was evaluated
 OVERDISPERSION = 2.0  # variance of accepted runs relative to independent sequences: requests stay easy or hard
+ALIKE = 0.2  # correlation of a request's steps: at one request at a time a group of reports is one sample, not many
 OUTPUT_SD = 0.4  # of the log tokens per step of one output, and of their ratio for two arms
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 # Two-sided CUSUM per class: allowance and threshold in standard deviations, the largest step, and what is remembered
@@ -127,7 +128,7 @@ class TokenEvidence:
         fade = float(np.exp(-len(records) / REPORT_MEMORY))
         self.reached, self.passed = self.reached * fade, self.passed * fade
         expected = reached * ratios.accepted
-        variance = OVERDISPERSION * (expected * (1.0 - ratios.accepted)).sum(axis=1)
+        variance = (1.0 + ALIKE * len(records)) * (expected * (1.0 - ratios.accepted)).sum(axis=1)
         z = (passed - expected).sum(axis=1) / np.sqrt(variance + 1e-9)
         changes = [
             change
