@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def make_engine(models: Models, folder: Path) -> Any:
     """A vllm.LLMEngine. folder: for configurations and tokenizers, which vLLM reads from files."""
     from vllm import EngineArgs, LLMEngine
 
-    from speclen.integrations.vllm.v2_runner import register
+    from speclen.integrations.vllm import register
 
     register()  # the package's entry point, which is not found where the package is not installed
     register_loader(models)
@@ -75,11 +76,19 @@ def make_engine(models: Models, folder: Path) -> Any:
             "method": "draft_model",
             "model": str(folder_of(folder, models.draft)),
             "num_speculative_tokens": models.lengths[-1],
-            "num_speculative_tokens_per_batch_size": [[1, 4, 5], [5, ROWS, 3]],
+            "num_speculative_tokens_per_batch_size": table_of(models.lengths),
         },
         **(of_a_gpu(models.lengths[-1]) if models.device == "cuda" else {"enforce_eager": True}),
     )
     return LLMEngine.from_engine_args(arguments)
+
+
+def table_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Length 5, then 3. The others stand at sizes just below the largest, so that V2 captures graphs for all of them."""
+    others = [length for length in lengths if length not in (3, 5)]
+    first = ROWS - len(others)
+    named = [(size, size, length) for size, length in enumerate(others, first)]
+    return [(1, 4, 5), (5, first - 1, 3), *named, (ROWS, ROWS, 3)]
 
 
 def of_a_gpu(longest: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ SWEEP, BURST_S = (1, 2, 4, 8, 16, 32), (1.5, 3.5)
 EASY_SHARE, EASY, HARD, SPREAD = 0.62, 0.88, 0.55, 0.03  # share of requests; chances by position and their sd
 OUTPUT_TOKENS, PROMPT_TOKENS = (128, 256), 128
 SHORT_SHARE, SHORT_S = 0.014, (0.0005, 0.003)
-PROBE_STEPS = 5  # as integrations/vllm/wiring.py has them
+PROBE_STEPS = 5  # as integrations/vllm/steering.py has them
 
 
 def step_times() -> np.ndarray:

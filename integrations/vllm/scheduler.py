@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
+from itertools import chain, count
 from typing import Any
 
 import structlog
@@ -14,12 +16,15 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
-from speclen.integrations.vllm.logs import set_up_logs
-from speclen.integrations.vllm.steering import Steering
-from speclen.integrations.vllm.versions import TRIED, check_parts, was_tried
-from speclen.integrations.vllm.wiring import steering_for
+from speclen.integrations.vllm.engine import check_parts, names_of
+from speclen.integrations.vllm.settings import set_up_logs
+from speclen.integrations.vllm.startup import users_lookup
+from speclen.integrations.vllm.steering import Steering, steering_for
 
 log = structlog.get_logger()
+
+OFF = "speclen is off, vLLM serves on with its own lengths"
+_names: set[str] = set()  # of this process's workers: engines of one process share the user's settings
 
 
 class Steered:
@@ -27,52 +32,71 @@ class Steered:
 
     steering: Steering | None = None
     _started = 0.0
+    _chosen: Any = None  # the output of the newest step whose length is set
+    _name = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         set_up_logs()
-        worker_id = f"vllm:{socket.gethostname()}:{os.getpid()}"
-        self._attempt("to join a controller", lambda: self._join(worker_id))
+        self._attempt("to join a controller", self._join)
 
-    def _join(self, worker_id: str) -> None:
+    def _join(self) -> None:
+        config, lookup = self.vllm_config, self.dynamic_sd_lookup  # type: ignore[attr-defined, has-type]
+        captured = frozenset(lookup[1:] if lookup else ())
+        if lookup is not None and (users := users_lookup(config)):
+            # Replicas in this process step together, and vLLM would have dropped the table.
+            self.dynamic_sd_lookup = users if config.parallel_config.data_parallel_size == 1 else None
         try:
-            check_parts(vllm.__version__, self._names())
-            self.steering = steering_for(self, os.environ, current_platform, vllm.__version__, worker_id)
+            check_parts(vllm.__version__, self._names_of_parts())
+            here = os.environ, current_platform, vllm.__version__
+            self.steering = steering_for(self, *here, self._take_name, captured)
         except (ValueError, ImportError, AttributeError) as error:
-            log.warning(f"speclen is off, vLLM serves on with its own lengths: {error}")
-            return
-        if not was_tried(vllm.__version__):
-            log.warning(
-                f"vLLM {vllm.__version__} was not tried with speclen: it has what speclen needs, but steps may mean "
-                f"something else there; tried: {', '.join(TRIED)}"
-            )
+            log.warning(f"{OFF}: {error}")
 
-    def _names(self) -> dict[str, set[str]]:
+    def _names_of_parts(self) -> dict[str, set[str]]:
         """Attributes of the classes that are used. Imports here, where a failure does not end vLLM."""
-        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+        from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request
 
-        fields = {each.__name__: set(each.__dataclass_fields__) for each in (SchedulerOutput, CachedRequestData)}
-        fields["ModelRunnerOutput"] = set(ModelRunnerOutput.__dataclass_fields__)
-        return fields | {"Request": set(dir(Request)), "Scheduler": set(dir(VllmScheduler)) | set(vars(self))}
+        parts = (SchedulerOutput, NewRequestData, CachedRequestData, ModelRunnerOutput, Request)
+        return {part.__name__: names_of(part) for part in parts} | {"Scheduler": {*dir(VllmScheduler), *vars(self)}}
+
+    def _take_name(self, given: str) -> str:
+        """A worker's id that no other engine has: containers may share host name and process ids."""
+        replica = self.vllm_config.parallel_config.data_parallel_index  # type: ignore[attr-defined]
+        name = given or f"vllm:{socket.gethostname()}:{uuid.uuid4().hex[:12]}"
+        name = f"{name}-{replica}" if replica else name
+        later = (f"{name}.{number}" for number in count(2))
+        self._name = next(each for each in chain([name], later) if each not in _names)
+        _names.add(self._name)
+        return self._name
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._started = time.perf_counter()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        """Called by `schedule` before connectors see the step."""
+        self._choose(scheduler_output)
+        return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
+
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Called by `schedule` when a step is put together, and before its tokens count as computed."""
-        if (steering := self.steering) is not None:
-            requests = self.requests  # type: ignore[attr-defined]
-            # While all slots are taken, those that wait do not keep probes waiting: prefill may never end.
-            is_free = len(self.running) < self.max_num_running_reqs  # type: ignore[attr-defined]
-            waiting = is_free and bool(self.waiting)  # type: ignore[attr-defined]
-            self._attempt(
-                "to choose a length",
-                lambda: steering.scheduled(scheduler_output, requests, waiting, self._started),
-            )
+        self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
+    def _choose(self, scheduler_output: Any) -> None:
+        if (steering := self.steering) is None or self._chosen is scheduler_output:
+            return
+        self._chosen = scheduler_output
+        requests = self.requests  # type: ignore[attr-defined]
+        # While all slots are taken, those that wait do not keep probes waiting: prefill may never end.
+        is_free = len(self.running) < self.max_num_running_reqs  # type: ignore[attr-defined]
+        waiting = is_free and bool(self.waiting)  # type: ignore[attr-defined]
+        self._attempt(
+            "to choose a length", lambda: steering.scheduled(scheduler_output, requests, waiting, self._started)
+        )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         ended = time.perf_counter()
@@ -88,6 +112,7 @@ class Steered:
     def shutdown(self) -> None:
         if (steering := self.steering) is not None:
             self._attempt("to end", steering.stop)
+        _names.discard(self._name)
         super().shutdown()  # type: ignore[misc]
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
@@ -97,7 +122,7 @@ class Steered:
             if (steering := self.steering) is not None:
                 steering.abandon()
             self.steering = None
-            log.exception(f"speclen is off, vLLM serves on with its own lengths: it failed {what}")
+            log.exception(f"{OFF}: it failed {what}")
 
 
 class SyncScheduler(Steered, VllmScheduler):

@@ -1,11 +1,15 @@
-"""Settings of vLLM as a worker: a worker's own, by their names in the environment, since vLLM has the flags."""
+"""Settings of vLLM as a worker, by a worker's names in the environment, since vLLM has the flags; our lines in its log."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ClientSecurity
@@ -17,6 +21,7 @@ WORKER = "SPECLEN_WORKER_"
 SETTINGS = ("policy", "target", "draft", "worker_id", "run_id")
 FILES = ("ca", "cert", "key", "token_file")  # behind CONTROLLER_
 SECURITY = ClientSecurity(prefix="--controller-")
+LOGGER = "vllm.speclen"  # below vLLM's own, whose handler and level are thereby ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,27 @@ def settings_from(environment: Mapping[str, str]) -> VllmSettings:
 
 
 def as_variables(sentence: str) -> str:
-    """A worker's sentence with variables in place of its flags: here are none. vLLM's own flags stay."""
+    """A worker's sentence with variables in place of its flags, which do not exist here. vLLM's own flags stay."""
     names = {name: WORKER + name.upper() for name in (*SETTINGS, *(f"controller_{name}" for name in FILES))}
     for name, variable in (names | {"controller": CONTROLLER}).items():
         sentence = re.sub(rf"{flag(name)}(?![\w-])", variable, sentence)
     return sentence
+
+
+def set_up_logs() -> None:
+    """Send our events to vLLM's log, unless this process has configured structlog already."""
+    if structlog.is_configured():
+        return
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, as_line],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=lambda *_: logging.getLogger(LOGGER),
+    )
+
+
+def as_line(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
+    """ "speclen: arms changed (version=3, arms={…})", and a traceback below where there is one."""
+    sentence, trace = event.pop("event"), event.pop("exception", "")
+    values = ", ".join(f"{key}={value}" for key, value in event.items())
+    line = as_variables(f"speclen: {sentence}{f' ({values})' if values else ''}")
+    return f"{line}\n{trace}" if trace else line

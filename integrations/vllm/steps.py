@@ -1,4 +1,4 @@
-"""Steps of vLLM in the words of our reports. Knows nothing of gRPC, and of vLLM only what its scheduler hands on.
+"""Steps of vLLM as our reports have them. Knows nothing of gRPC, and of vLLM only what its scheduler passes.
 
 A step of vLLM verifies the drafts of the step before it and drafts for the one after it. Its time is that of verifying
 the one length and drafting the other: a usable sample only where both are equal. `timing` has the rule for steps that
@@ -7,21 +7,29 @@ overlap. Accepted tokens are usable in nearly all steps.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from speclen.integrations.vllm.device_clock import DeviceClock, Event
-from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, device_flags, overlap_flags
+from speclen.integrations.vllm.timing import (
+    DRIFT_STEPS,
+    NUM_BEFORE,
+    DeviceClock,
+    Event,
+    StepShape,
+    device_flags,
+    drifts_apart,
+    overlap_flags,
+)
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
-NOBODY: Set[str] = frozenset()
+EMPTY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps in flight; vLLM has two
 
-# Classes of vLLM, of which `versions` lists what is looked at: Request, SchedulerOutput and ModelRunnerOutput.
+# Classes of vLLM, of which `engine.NEEDED` lists what is used: Request, SchedulerOutput and ModelRunnerOutput.
 Request: TypeAlias = Any
 Scheduled: TypeAlias = Any
 Sampled: TypeAlias = Any
@@ -34,12 +42,14 @@ class Traits:
     ragged: the method proposes what it finds (n-grams), so shorter drafts are ordinary: they count at the length that was
     asked for, which is what is chosen. Otherwise such steps mix lengths. overlapped: steps are scheduled before the one
     ahead of them has ended. late_drafts: a result is taken before the step's own drafts are made, which then take time
-    of the next step. longest_context: one sequence beyond it makes all drafts of its step void; None: no such limit.
+    of the next step. keeps_ended: vLLM may hold on to a request that has ended, while somebody reads its keys and values.
+    longest_context: one sequence beyond it makes all drafts of its step void; None: no such limit.
     """
 
     ragged: bool = False
     overlapped: bool = False
     late_drafts: bool = False
+    keeps_ended: bool = False
     longest_context: int | None = None
 
 
@@ -64,7 +74,7 @@ class PendingStep:
     verifies_void: bool
     drafts_void: bool
     mark: Event | None = None
-    over: Set[str] = NOBODY
+    over: Set[str] = EMPTY
     latency_s: float = 0.0
 
 
@@ -80,10 +90,11 @@ class StepTracker:
         self._drafting, self._drafts_void = first, False  # of the newest step
         self._pending: deque[PendingStep] = deque(maxlen=MAX_PENDING)
         self._before: deque[StepShape] = deque(maxlen=NUM_BEFORE)
-        self._prefilling: Set[str] = NOBODY
+        self._prefilling: Set[str] = EMPTY
         self._seen: set[tuple[int, int, int]] = set()
         self._arrived: PendingStep | None = None
         self._untimed: tuple[StepRecord, PendingStep, PendingStep | None] | None = None
+        self._drifts: deque[float] = deque(maxlen=DRIFT_STEPS)  # of alike steps: the host's interval less the device's
         self._ended = 0.0
         self._busy = False
 
@@ -93,10 +104,10 @@ class StepTracker:
         if not tokens:
             return None
         cached = output.scheduled_cached_reqs
-        prompts, unfinished = NOBODY, NOBODY
+        prompts, unfinished = EMPTY, EMPTY
         if output.scheduled_new_reqs or cached.resumed_req_ids or self._prefilling:
             prompts, unfinished = self._in_prompts(output, requests)
-        drafts = list(map(len, output.scheduled_spec_decode_tokens.values()))
+        drafts = Counter(map(len, output.scheduled_spec_decode_tokens.values()))  # sequences by draft tokens
         verified = max(drafts, default=0)
         if self.traits.ragged:
             verified = max(verified, self._drafting.arm.speculation_length)
@@ -108,8 +119,8 @@ class StepTracker:
             shape=StepShape(len(tokens) - len(prompts), verified, verified, bool(prompts)),
             prompts=prompts,
             num_next=len(tokens) - len(unfinished),
-            num_drafted_sequences=len(drafts) - drafts.count(0),
-            num_drafts=sum(drafts),
+            num_drafted_sequences=drafts.total() - drafts[0],
+            num_drafts=sum(length * number for length, number in drafts.items()),
             mean_context_length=sum(contexts) / len(contexts) if contexts else 0.0,
             verifies_void=self._drafts_void,
             drafts_void=self._is_too_long(output, requests),
@@ -154,10 +165,17 @@ class StepTracker:
             self._busy = False  # a step without tokens, which is none: the next one begins when it is scheduled
             return
         step.latency_s = ended - self._began(step)
-        step.over = ended_requests(output, requests)
+        step.over = self._ended_requests(output, requests)
         self._ended = ended
         if self._pending:
             self._pending[0].shape.was_queued = True
+
+    def _ended_requests(self, output: Scheduled, requests: Mapping[str, Request]) -> Set[str]:
+        """Sequences whose request ended. vLLM does not cut off their tokens any more, so they tell nothing."""
+        tokens, find = output.num_scheduled_tokens, requests.get
+        if not self.traits.keeps_ended:
+            return {name for name in tokens if name not in requests}
+        return {name for name in tokens if (one := find(name)) is None or one.is_finished()}
 
     def finished(self, sampled: Sampled, busy: bool) -> StepRecord | None:
         """The record of the step that arrived, when vLLM has cut off the tokens behind the end of each request.
@@ -178,7 +196,7 @@ class StepTracker:
         return timed
 
     def _timed(self, clock: DeviceClock) -> StepRecord | None:
-        """The record that waits, with the longer of the device's time and the host's."""
+        """The record that waits, with the device's time."""
         if self._untimed is None:
             return None
         record, step, following = self._untimed
@@ -187,7 +205,12 @@ class StepTracker:
         device_s = clock.seconds(step.mark, following.mark)
         if device_s is None:
             return record._replace(flags=record.flags | {StepFlag.OVERLAP})
-        return record._replace(latency_s=max(device_s, following.started - step.started))
+        if record.flags:
+            self._drifts.clear()
+            return record._replace(latency_s=device_s)
+        self._drifts.append(following.started - step.started - device_s)
+        flags = frozenset({StepFlag.OVERLAP}) if drifts_apart(self._drifts, device_s) else ORDINARY
+        return record._replace(latency_s=device_s, flags=flags)
 
     def _record(self, step: PendingStep, following: PendingStep | None, sampled: Sampled) -> StepRecord | None:
         skipped = step.prompts | step.over | invalid_drafts(step.scheduled)
@@ -249,27 +272,19 @@ def is_unfinished(request: Request, num_tokens: int) -> bool:
     return request.num_computed_tokens + num_tokens < request.num_tokens + request.num_output_placeholders
 
 
-def ended_requests(output: Scheduled, requests: Mapping[str, Request]) -> Set[str]:
-    """Sequences whose request ended. vLLM does not cut off their tokens any more, so they tell nothing."""
-    find = requests.get
-    return {name for name in output.num_scheduled_tokens if (one := find(name)) is None or one.is_finished()}
-
-
 def invalid_drafts(output: Scheduled) -> Set[str]:
     """Sequences with draft tokens that a grammar forbids: they are rejected whatever the draft model is worth."""
     invalid = output.num_invalid_spec_tokens
-    return {name for name, num in invalid.items() if num} if invalid else NOBODY
+    return {name for name, num in invalid.items() if num} if invalid else EMPTY
 
 
 def accepted_histogram(sampled: Sampled, skipped: Set[str], length: int) -> tuple[int, ...] | None:
     """Sequences by accepted run, 0 to length, without those skipped; None where a run is longer."""
     rows = sampled.sampled_token_ids
-    if skipped:
-        rows = [rows[index] for name, index in sampled.req_id_to_index.items() if name not in skipped]
-    histogram = [0] * (length + 1)
-    for row in rows:
-        run = len(row) - 1 if row else 0  # the last token is the target's own
-        if run > length:
-            return None
-        histogram[run] += 1
-    return tuple(histogram)
+    num_rows = Counter(map(len, rows))  # sequences by tokens, the last of which is the target's own
+    for index in map(sampled.req_id_to_index.get, skipped):
+        if index is not None:
+            num_rows[len(rows[index])] -= 1
+    if any(number and tokens > length + 1 for tokens, number in num_rows.items()):
+        return None
+    return (num_rows[0] + num_rows[1], *(num_rows[run + 1] for run in range(1, length + 1)))

@@ -34,6 +34,11 @@ class Request:
 
 
 @dataclass
+class NewRequestData:
+    req_id: str
+
+
+@dataclass
 class CachedRequestData:
     resumed_req_ids: set[str]
     num_computed_tokens: list[int]
@@ -63,7 +68,7 @@ def scheduled(
     resumed: Iterable[str] = (),
 ) -> SchedulerOutput:
     """A step. tokens: to compute, by sequence; contexts: of the sequences that are not new."""
-    requests = [SimpleNamespace(req_id=name) for name in new]
+    requests = [NewRequestData(name) for name in new]
     return SchedulerOutput(requests, CachedRequestData(set(resumed), contexts or []), tokens, drafts or {})
 
 
@@ -83,6 +88,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.connector = self.ec_connector = None
         self.ended = False
 
     def add(self, name: str, num_prompt_tokens: int) -> None:
@@ -109,8 +115,13 @@ class Scheduler:
         output = scheduled(tokens, drafts, contexts, [each.request_id for each in new])
         length = self.dynamic_sd_lookup[len(tokens)] if self.dynamic_sd_lookup and tokens else self.num_spec_tokens
         output.num_spec_tokens_to_schedule = length
+        if self.connector is not None:
+            self._build_kv_connector_meta(self.connector, output)
         self._update_after_schedule(output)
         return output
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        return connector.build_connector_meta(scheduler_output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -165,9 +176,21 @@ class AsyncScheduler(Scheduler):
 def lookup_of(config: Any) -> list[int] | None:
     if config.speculative_config is None or not config.speculative_config.num_speculative_tokens_per_batch_size:
         return None
-    lookup = [0] * (config.scheduler_config.max_num_seqs + 1)
-    for low, high, length in config.speculative_config.num_speculative_tokens_per_batch_size:
-        lookup[low : high + 1] = [length] * (high - low + 1)
+    speculative = config.speculative_config
+    return build_dynamic_sd_schedule_lookup(
+        speculative.num_speculative_tokens_per_batch_size,
+        config.scheduler_config.max_num_seqs,
+        speculative.num_speculative_tokens,
+    )
+
+
+def build_dynamic_sd_schedule_lookup(
+    table: Any, vllm_max_batch_size: int, vllm_num_speculative_tokens: int
+) -> list[int]:
+    lookup = [0] * (vllm_max_batch_size + 1)
+    for low, high, length in table:
+        for size in range(low, min(high, vllm_max_batch_size) + 1):
+            lookup[size] = min(length, vllm_num_speculative_tokens)
     return lookup
 
 
@@ -177,10 +200,16 @@ def sampled(accepted: dict[str, int | None]) -> Any:
     return ModelRunnerOutput(rows, {name: i for i, name in enumerate(accepted)})
 
 
+class VllmConfig(SimpleNamespace):
+    def _maybe_disable_dynamic_sd_for_data_parallel(self) -> None:
+        if self.parallel_config.data_parallel_size > 1:
+            self.speculative_config.num_speculative_tokens_per_batch_size = None
+
+
 def config(**changes: Any) -> Any:
     """A VllmConfig: what of it is looked at. changes: by the dotted name, with __ for the dot."""
     draft = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 64}), max_model_len=4096)
-    whole = SimpleNamespace(
+    whole = VllmConfig(
         model_config=SimpleNamespace(
             model="/models/target",
             dtype="torch.bfloat16",
@@ -188,6 +217,9 @@ def config(**changes: Any) -> Any:
             enforce_eager=True,
             quantization=None,
             max_model_len=4096,
+            is_hybrid=False,
+            has_inner_state=False,
+            is_moe=False,
         ),
         speculative_config=SimpleNamespace(
             method="draft_model",
@@ -198,16 +230,28 @@ def config(**changes: Any) -> Any:
             draft_tensor_parallel_size=1,
             prompt_lookup_min=2,
             prompt_lookup_max=4,
+            parallel_drafting=False,
+            enable_adaptive_verification=False,
         ),
         parallel_config=SimpleNamespace(
-            **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "world_size"), 1),
+            **dict.fromkeys(
+                ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "world_size", "nnodes"), 1
+            ),
             data_parallel_index=0,
             distributed_executor_backend="uni",
+            worker_extension_cls="",
+            reconfigure_for_independent_dp_rank=None,
         ),
         scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8, max_num_batched_tokens=2048),
-        compilation_config=SimpleNamespace(cudagraph_mode="NONE", mode="NONE"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode="NONE",
+            mode="NONE",
+            cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24],
+            max_cudagraph_capture_size=24,
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         use_v2_model_runner=False,
+        additional_config={},
     )
     for name, value in changes.items():
         part, _, field_name = name.partition("__")
@@ -215,19 +259,29 @@ def config(**changes: Any) -> Any:
     return whole
 
 
-class VllmConfig:
-    """Several replicas of a model, dense or a mixture of experts."""
+class EngineArgs:
+    """Makes configurations as vLLM does, which writes into its arguments and drops the table of replicas."""
 
-    def __init__(self, is_moe: bool = False) -> None:
-        self.model_config, self.table = SimpleNamespace(is_moe=is_moe), [(1, 8, 5)]
+    def __init__(
+        self, scheduler_cls: Any = None, speculative_config: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
+        self.scheduler_cls = scheduler_cls
+        self.speculative_config = speculative_config or {}
+        self.additional_config: Any = {}
+        self.worker_extension_cls = ""
+        self.changes = changes
+        self.num_created = 0
 
-    def _maybe_disable_dynamic_sd_for_data_parallel(self) -> None:
-        self.table = []
-
-
-class ParallelConfig:
-    def reconfigure_for_independent_dp_rank(self) -> None:
-        """Makes an engine of its own."""
+    def create_engine_config(self, usage_context: Any = None) -> Any:
+        self.num_created += 1
+        found = config(**self.changes)
+        for name, value in self.speculative_config.items():
+            setattr(found.speculative_config, name, value)
+        self.speculative_config = {**self.speculative_config, "target_model_config": found.model_config}
+        found.additional_config = self.additional_config
+        found.parallel_config.worker_extension_cls = self.worker_extension_cls
+        found._maybe_disable_dynamic_sd_for_data_parallel()  # noqa: SLF001
+        return found
 
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_type="cpu", get_device_name=lambda: "cpu")
@@ -235,19 +289,26 @@ PLATFORM = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_ty
 
 def install(monkeypatch: Any, version: str = VERSION) -> None:
     """Make `import vllm` find the above, and forget the module that imported it before."""
-    configs = {each.__name__: type(each.__name__, (), dict(vars(each))) for each in (VllmConfig, ParallelConfig)}
+    members = {name: vars(EngineArgs)[name] for name in ("__init__", "create_engine_config")}
+    arguments = type("EngineArgs", (), members)  # a copy, since `register` changes it
     contents = {
         "vllm": {"__version__": version},
-        "vllm.config": configs,
+        "vllm.engine": {},
+        "vllm.engine.arg_utils": {"EngineArgs": arguments},
         "vllm.platforms": {"current_platform": PLATFORM},
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.sched": {},
-        "vllm.v1.core.sched.output": {"CachedRequestData": CachedRequestData, "SchedulerOutput": SchedulerOutput},
+        "vllm.v1.core.sched.output": {
+            each.__name__: each for each in (CachedRequestData, NewRequestData, SchedulerOutput)
+        },
         "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
         "vllm.v1.outputs": {"ModelRunnerOutput": ModelRunnerOutput},
         "vllm.v1.request": {"Request": Request},
+        "vllm.v1.spec_decode": {},
+        "vllm.v1.spec_decode.dynamic": {},
+        "vllm.v1.spec_decode.dynamic.utils": {"build_dynamic_sd_schedule_lookup": build_dynamic_sd_schedule_lookup},
     }
     for name, values in contents.items():
         module = types.ModuleType(name)

@@ -6,22 +6,22 @@ import time
 
 import pytest
 
-from speclen.integrations.vllm import logs
+from speclen.integrations.vllm import settings
 from tests.support import fake_vllm
 from tests.support.vllm_serving import NOBODY, controller, serve
 from tests.support.waiting import until
 
 
 def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
-    monkeypatch.setattr("speclen.integrations.vllm.background.TELL_S", 0.1)
-    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+    monkeypatch.setattr("speclen.integrations.vllm.steering.TELL_S", 0.1)
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         serve(scheduler)
         until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
 
 
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
-    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
@@ -55,7 +55,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
     ],
 )
 def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, variables, changes, named, way_out):
-    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
         serve(scheduler)
     [told] = caplog.records
@@ -66,14 +66,16 @@ def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, vari
 
 
 FIELD = "num_spec_tokens_to_schedule"
+FIELDS = {name: None for name in fake_vllm.SchedulerOutput.__dataclass_fields__ if name != FIELD}
+WithoutField = type("SchedulerOutput", (), {"__dataclass_fields__": FIELDS})
 
 
 @pytest.mark.parametrize(
     ("change", "is_on", "words"),
     [
-        (lambda patch: fake_vllm.install(patch, "0.99.0"), True, "vLLM 0.99.0 was not tried"),
+        (lambda patch: fake_vllm.install(patch, "0.31.0"), False, "vLLM is 0.31.0: upgrade it to 0.33"),
         (
-            lambda patch: patch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, FIELD),
+            lambda patch: patch.setattr(sys.modules["vllm.v1.core.sched.output"], "SchedulerOutput", WithoutField),
             False,
             f"vLLM 0.32.0 has no SchedulerOutput.{FIELD}",
         ),
@@ -82,7 +84,7 @@ FIELD = "num_spec_tokens_to_schedule"
 )
 def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
     change(monkeypatch)
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+    with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert (scheduler.steering is not None) is is_on
         serve(scheduler)
@@ -94,7 +96,7 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
     token.write_text("0123456789abcdef0123456789abcdef")
     wrong = tmp_path / "wrong"
     wrong.write_text("fedcba9876543210fedcba9876543210")
-    at_info = caplog.at_level(logging.INFO, logger=logs.LOGGER)
+    at_info = caplog.at_level(logging.INFO, logger=settings.LOGGER)
     with at_info, controller(tmp_path, token_file=token, run_id="a") as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
         refused = scheduler_for(**variables)
@@ -116,7 +118,7 @@ def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, ho
         raise RuntimeError("a fault of ours")
 
     setattr(steering, hook, fail)
-    with caplog.at_level(logging.INFO, logger=logs.LOGGER):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         serve(scheduler)
     assert "a fault of ours" in caplog.text
     assert "vLLM serves on" in caplog.text

@@ -6,11 +6,12 @@ The scheduler's hooks run on a base with vLLM's interface (fake_vllm); the contr
 import logging
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from speclen.integrations.vllm import logs
-from speclen.integrations.vllm.lengths import MIN_SAMPLES
+from speclen.integrations.vllm import settings, startup
+from speclen.integrations.vllm.steering import MIN_SAMPLES
 from tests.support import fake_vllm
 from tests.support.vllm_serving import NOBODY, check_reported, controller, joined, serve
 from tests.support.waiting import until
@@ -119,10 +120,54 @@ def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 
-def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
-    config = fake_vllm.config(**FULL_GRAPHS)
-    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
-    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
-        scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
-    assert "all batch sizes run at length 4" in caplog.text
-    assert "name all that may be chosen" in caplog.text
+def test_lengths_with_graphs_are_logged(scheduler_for, caplog):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
+        scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=NOBODY)
+    assert "full graphs for decoding at lengths 2, 5, which alone may be chosen; 0 graphs are for" in caplog.text
+
+
+PREPARED = {"additional_config": {"speclen": {"table": [[1, 8, 4]]}}}
+
+
+@pytest.mark.parametrize(("replicas", "is_on"), [(1, True), (2, False)])
+def test_the_users_table_stands_behind_the_captured_one(scheduler_for, replicas, is_on):
+    """Replicas that step together in this process have none, as without the plugin."""
+    config = fake_vllm.config(**FULL_GRAPHS, **PREPARED, parallel_config__data_parallel_size=replicas)
+    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    assert scheduler.dynamic_sd_lookup == ([0, *[4] * 8] if is_on else None)
+    assert (scheduler.steering is not None) is is_on
+    if is_on:
+        assert scheduler.steering.lengths.captured == {5, 2}
+
+
+def test_connectors_see_the_chosen_length(scheduler_for):
+    scheduler, seen = scheduler_for(SPECLEN_CONTROLLER=NOBODY, SPECLEN_WORKER_POLICY="fixed:4"), []
+    scheduler.connector = SimpleNamespace(
+        build_connector_meta=lambda output: seen.append(output.num_spec_tokens_to_schedule)
+    )
+    serve(scheduler, num_steps=4)
+    assert seen == [4] * 4
+    assert scheduler.steering.num_reported == 3, "each step is taken once"
+
+
+def test_engines_of_one_process_and_of_one_host_name_are_different_workers(scheduler_for, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    monkeypatch.setattr("os.getpid", lambda: 1)  # as in two containers
+    ids = {scheduler_for(SPECLEN_CONTROLLER=NOBODY).steering.control.card.worker_id for _ in range(2)}
+    ids |= {
+        scheduler_for(SPECLEN_CONTROLLER=NOBODY, SPECLEN_WORKER_WORKER_ID="mine").steering.control.card.worker_id
+        for _ in range(2)
+    }
+    assert len(ids) == 4
+    assert {"mine", "mine.2"} < ids
+
+
+def test_lengths_that_were_learned_are_read_at_the_next_start(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:3") as there:
+        scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
+        serve(scheduler, num_steps=60)
+        check_reported(scheduler)
+        learned = startup.learned_by(fake_vllm.config())
+        assert set(learned) <= {*range(1, 9)}
+        assert learned[2], "two sequences were served"
+        assert startup.learned_by(fake_vllm.config(model_config__enforce_eager=False)) == {}, "another context"

@@ -101,7 +101,19 @@ def test_light_programs_never_import_torch():
 def test_vllms_process_loads_neither_our_torch_nor_our_engine():
     ours = {"speclen.worker.engine.engine", "speclen.worker.backends", "speclen.controller"}
     heavy = {"torch", "transformers", "fastapi", "typer", "sqlite_utils"}
-    assert not loaded_by("integrations.vllm.wiring") & (ours | heavy)
+    assert not loaded_by("integrations.vllm.steering") & (ours | heavy)
+
+
+def test_vllms_other_processes_load_next_to_nothing_of_the_plugin():
+    """vLLM calls `register` in all of them, and each worker of a V2 draft model loads what follows lengths."""
+    package = {"speclen", "speclen.integrations", "speclen.integrations.vllm"}
+    for module, own in (
+        ("integrations.vllm", set()),
+        ("integrations.vllm.startup", {"speclen.integrations.vllm.startup"}),
+    ):
+        loaded = loaded_by(module)
+        assert {name for name in loaded if name.startswith("speclen")} == package | own
+        assert not loaded & {"grpc", "google.protobuf", "structlog", "numpy", "torch"}
 
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():

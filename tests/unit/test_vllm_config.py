@@ -6,16 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from speclen.integrations.vllm.context import (
+from speclen.integrations.vllm.engine import (
     check_config,
+    check_parts,
     configured_table,
     context_key,
-    fast_lengths,
+    graph_shapes,
     limits_of,
+    names_of,
+    remarks,
     traits_of,
 )
-from speclen.integrations.vllm.lengths import FLAGGED, MIN_SAMPLES, CautiousLengths
 from speclen.integrations.vllm.settings import as_variables, settings_from
+from speclen.integrations.vllm.steering import FLAGGED, MIN_SAMPLES, CautiousLengths
 from speclen.records import PLAIN, Arm, Choice, Limits, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.table import ArmTable
@@ -38,9 +41,94 @@ def test_methods_with_lengths_are_taken_and_those_of_one_length_refused(method, 
         check_config(config)
 
 
-def test_nothing_beside_the_plugin_may_choose_lengths():
-    with pytest.raises(ValueError, match="enable_adaptive_verification"):
-        check_config(fake_vllm.config(speculative_config__enable_adaptive_verification=True))
+LAUNCHER = {"parallel_config__distributed_executor_backend": "external_launcher"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "way_out"),
+    [
+        ({"speculative_config": None}, "no speculative config", "give --speculative-config"),
+        ({"speculative_config__parallel_drafting": True}, "parallel_drafting is true", "use a draft without it"),
+        ({"speculative_config__enable_adaptive_verification": True}, "enable_adaptive_verification", "leave it out"),
+        ({**LAUNCHER, "parallel_config__world_size": 2}, "external_launcher with 2 ranks", "use mp"),
+        ({**LAUNCHER, "parallel_config__data_parallel_size": 2}, "external_launcher with 2 ranks", "use mp"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size is 2", "start 2 servers"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2", "use tensor_parallel_size"),
+        ({"speculative_config__num_speculative_tokens": 65}, "num_speculative_tokens is 65", "give less"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_way_out(changes, named, way_out):
+    with pytest.raises(ValueError, match=rf"{named}.*: {way_out}"):
+        check_config(fake_vllm.config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative_config__parallel_drafting": True, "speculative_config__method": "dflash"},
+        {"speculative_config__parallel_drafting": True, "use_v2_model_runner": True},
+        LAUNCHER,  # with a single rank
+        {"parallel_config__distributed_executor_backend": "ray", "parallel_config__world_size": 8},
+    ],
+)
+def test_what_is_like_it_and_works_is_taken(changes):
+    check_config(fake_vllm.config(**changes))
+
+
+def test_only_dense_replicas_that_vllm_will_split_are_taken():
+    check_config(fake_vllm.config(parallel_config__data_parallel_size=2), is_whole=True)
+    with pytest.raises(ValueError, match="start 2 servers"):
+        check_config(fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True)
+
+
+PARTS = {
+    "Scheduler": {*dir(fake_vllm.Scheduler), *vars(fake_vllm.Scheduler(fake_vllm.config()))},
+    **{
+        part.__name__: names_of(part)
+        for part in (
+            fake_vllm.SchedulerOutput,
+            fake_vllm.NewRequestData,
+            fake_vllm.CachedRequestData,
+            fake_vllm.ModelRunnerOutput,
+            fake_vllm.Request,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "part", "name"),
+    [
+        ("0.40.0", "Request", "num_computed_tokens"),
+        ("0.40.0", "Request", "num_output_placeholders"),
+        ("0.40.0", "NewRequestData", "req_id"),
+        ("0.40.0", "Scheduler", "_build_kv_connector_meta"),
+        ("0.32.0", "SchedulerOutput", "num_spec_tokens_to_schedule"),
+    ],
+)
+def test_a_version_without_a_part_is_refused_by_the_parts_name(version, part, name):
+    check_parts(version, PARTS)
+    with pytest.raises(ValueError, match=rf"vLLM {version} has no {part}.{name}: install one of 0.32"):
+        check_parts(version, {**PARTS, part: PARTS[part] - {name}})
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)]
+)
+def test_versions_before_lengths_were_followed_are_refused(version, is_taken):
+    if is_taken:
+        check_parts(version, PARTS)
+        return
+    with pytest.raises(ValueError, match=rf"vLLM is {version}: upgrade it to 0.33"):
+        check_parts(version, PARTS)
+
+
+def test_a_part_is_known_by_what_its_constructor_sets():
+    class Request:
+        def __init__(self):
+            self.num_computed_tokens = 0
+
+    assert "num_computed_tokens" in names_of(Request)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +145,40 @@ def test_v1_drafts_nothing_near_the_draft_models_limit_and_v2_takes_results_befo
     assert (traits.longest_context, traits.late_drafts) == (longest, late)
 
 
+def test_graphs_are_counted_as_vllm_captures_them():
+    """By size rounded up to whole sequences; no size over vLLM's largest, nor more sequences than it serves."""
+    config = fake_vllm.config()  # sizes 1, 2, 4, 8, 16, 24; 8 sequences
+    assert graph_shapes(config, [0]) == {(size, 0) for size in (1, 2, 4, 8)}
+    assert graph_shapes(config, [2]) == {(size, 2) for size in (3, 6, 9, 18, 24)}
+
+
 @pytest.mark.parametrize(
-    ("is_v2", "mode", "fast"),
-    [(True, "FULL_AND_PIECEWISE", {5, 2}), (True, "PIECEWISE", set()), (False, "FULL", set())],
+    ("follows", "v2", "method", "graphs", "words"),
+    [
+        (True, False, "draft_model", "CUDAGraphMode.PIECEWISE", "no full graphs"),
+        (True, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
+        (False, True, "eagle", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
+        (True, True, "dflash", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
+        (False, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
+        (False, False, "draft_model", "NONE", None),
+    ],
 )
-def test_v2_captures_full_graphs_for_the_configured_lengths_alone(is_v2, mode, fast):
-    config = fake_vllm.config(use_v2_model_runner=is_v2, compilation_config__cudagraph_mode=mode)
-    assert fast_lengths(config, fake_vllm.lookup_of(config)) == fast
+def test_a_limit_of_the_engine_is_reported(follows, v2, method, graphs, words):
+    changes = {"speculative_config__method": method, "compilation_config__cudagraph_mode": graphs}
+    found = next(remarks(fake_vllm.config(use_v2_model_runner=v2, **changes), {5, 2}, [0, 5, 2], follows), "")
+    assert words in found if words else found == ""
+
+
+def test_the_number_of_graphs_is_reported():
+    config = fake_vllm.config(use_v2_model_runner=True, compilation_config__cudagraph_mode="CUDAGraphMode.FULL")
+    *_, found = remarks(config, {0, 2}, [0, 2, 2], follows=True)
+    assert "9 full graphs for decoding at lengths 0, 2," in found
+    assert "4 graphs are for lengths outside the configured table" in found
 
 
 CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(64, 8), "configured")
 WANTED = ArmChoice(Arm(1), decision_version=4)
+LEARNED = ArmTable.of([Choice(1, 64, Arm(1))], Limits(64, 8), "controller", 4)
 
 
 def noted(batch_size: int, num_steps: int, *flags: StepFlag) -> CautiousLengths:
@@ -79,7 +190,7 @@ def noted(batch_size: int, num_steps: int, *flags: StepFlag) -> CautiousLengths:
 
 def followed(lengths: CautiousLengths) -> list[int]:
     """Batch sizes at which the controller's choice is used."""
-    return [size for size in range(1, 65) if lengths.choice(size, WANTED) == WANTED]
+    return [size for size in range(1, 65) if lengths.choice(size, WANTED, LEARNED) == WANTED]
 
 
 def test_the_configured_length_holds_until_a_size_or_one_near_it_has_samples():
@@ -88,7 +199,7 @@ def test_the_configured_length_holds_until_a_size_or_one_near_it_has_samples():
     assert followed(noted(1, MIN_SAMPLES)) == [1, 2]
     assert followed(noted(32, MIN_SAMPLES)) == [*range(16, 49)]
     assert followed(noted(64, MIN_SAMPLES)) == [*range(32, 65)]
-    before = noted(4, MIN_SAMPLES).choice(9, WANTED)
+    before = noted(4, MIN_SAMPLES).choice(9, WANTED, LEARNED)
     assert before == ArmChoice(Arm(3)), "of no table of the controller's"
 
 
@@ -99,14 +210,40 @@ def test_flagged_steps_count_for_less():
 
 def test_probes_are_followed_from_the_first_step():
     probe = ArmChoice(Arm(1), 4, probe_id=7)
-    assert CautiousLengths(CONFIGURED).choice(4, probe) == probe
+    assert CautiousLengths(CONFIGURED).choice(4, probe, LEARNED) == probe
 
 
-def test_a_slow_length_gives_way_to_the_nearest_fast_one():
-    lengths = CautiousLengths(CONFIGURED, fast={0, 3, 5})
-    wanted = [lengths.choice(4, ArmChoice(Arm(length), 4, probe_id=7)) for length in range(9)]
-    assert [each.arm.speculation_length for each in wanted] == [0, 0, 3, 3, 3, 5, 5, 5, 5]
-    assert {each.probe_id for each in wanted} == {7}
+def with_samples(**options) -> CautiousLengths:
+    lengths = CautiousLengths(CONFIGURED, **options)
+    for _ in range(MIN_SAMPLES):
+        lengths.note(StepRecord(0, 4, Arm(5), 0.01, (4, 0, 0, 0, 0, 0)))
+    return lengths
+
+
+def test_a_length_without_graphs_gives_way_to_the_nearest_with_some():
+    lengths = with_samples(captured={0, 3, 5}, max_captured=100)
+    wanted = [lengths.choice(4, ArmChoice(Arm(length), 4), LEARNED).arm.speculation_length for length in range(9)]
+    assert wanted == [0, 0, 3, 3, 3, 5, 5, 5, 5]
+
+
+def test_a_length_without_graphs_is_used_where_no_length_has_any():
+    lengths = with_samples(captured={0, 3, 5}, max_captured=19)
+    assert lengths.choice(4, ArmChoice(Arm(4), 4), LEARNED).arm == Arm(4), "20 tokens, over the largest graph"
+    assert lengths.choice(4, ArmChoice(Arm(2), 4), LEARNED).arm == Arm(3)
+
+
+@pytest.mark.parametrize("options", [{"captured": {0, 3}, "max_captured": 100}, {"least": 2}])
+def test_no_other_length_answers_for_a_probe_that_cannot_run(options):
+    probe = ArmChoice(Arm(1), 4, probe_id=7)
+    before, after = CautiousLengths(CONFIGURED, **options), with_samples(**options)
+    assert before.choice(4, probe, LEARNED) == ArmChoice(Arm(5)), "the configured length, not probed"
+    assert after.choice(4, probe, LEARNED).probe_id == 0
+
+
+def test_recurrent_models_never_get_length_0():
+    lengths = with_samples(least=1)
+    assert lengths.choice(4, ArmChoice(PLAIN, 4), LEARNED) == ArmChoice(Arm(1), 4)
+    assert with_samples(least=1, captured={0, 3}, max_captured=100).choice(4, WANTED, LEARNED).arm == Arm(3)
 
 
 def test_the_context_names_what_step_times_depend_on():

@@ -30,7 +30,7 @@ class Control:
         self.lengths = lengths
         self.probes = []
         self.asked, self.reports = [], []
-        self.card = SimpleNamespace(limits=Limits(8, 5))
+        self.card, self.table = SimpleNamespace(limits=Limits(8, 5)), None
 
     def choose(self, batch_size, with_prefill=False):
         self.asked.append((batch_size, with_prefill))
@@ -43,7 +43,7 @@ class Control:
 
 
 # Follows the controller from its first word on.
-EVERY_LENGTH = SimpleNamespace(note=lambda step: None, choice=lambda batch_size, wanted: wanted)
+EVERY_LENGTH = SimpleNamespace(note=lambda step: None, choice=lambda batch_size, wanted, table: wanted)
 
 
 class Engine:
@@ -227,7 +227,7 @@ def read(record: StepRecord | None) -> tuple[int, tuple[int, ...]]:
 
 def test_requests_that_ended_count_for_time_and_not_for_acceptance():
     """vLLM keeps what they accepted behind their end: one false sample for every request, 7% of all at 13 steps each."""
-    steps = Steps("abc")
+    steps = Steps("abc", Traits(keeps_ended=True))
     output = steps.schedule()
     del steps.requests["a"]  # it ended in the step before
     steps.requests["b"].is_over = True  # likewise, and somebody still reads its KV

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from speclen.integrations.vllm.device_clock import DeviceClock
+from speclen.integrations.vllm.steering import OVERLAPPED_PROBE_STEPS, PROBE_STEPS
 from speclen.integrations.vllm.steps import StepTracker, Traits
-from speclen.integrations.vllm.timing import StepShape, overlap_flags
-from speclen.integrations.vllm.wiring import OVERLAPPED_PROBE_STEPS, PROBE_STEPS
+from speclen.integrations.vllm.timing import DeviceClock, StepShape, overlap_flags
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from tests.support import fake_vllm
@@ -58,8 +57,8 @@ class InFlight(NamedTuple):
 class Queue:
     """vLLM's loop on one machine. Every sequence accepts what it drafted. timed: by the device's clock."""
 
-    def __init__(self, machine: Machine, timed: bool = False) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, timed: bool = False, jitter: float = 0.0) -> None:
+        self.machine, self.jitter, self.dice = machine, jitter, random.Random(7)
         traits, clock = Traits(overlapped=True, late_drafts=machine.late), DeviceClock(lambda: Event(self))
         self.tracker = StepTracker(traits, ArmChoice(Arm(0)), clock if timed else None)
         self.requests = {str(at): fake_vllm.Request(str(at), 10) for at in range(ROWS)}
@@ -76,12 +75,17 @@ class Queue:
         pending = self.tracker.scheduled(output, self.requests, 1e-3 * self.now_ms)
         self.tracker.drafts(pending, choice)
         begin = max(self.now_ms, self.device_free_ms)
-        self.now_ms += machine.host
-        verify_end = max(begin + machine.device + machine.device_verify * self.verified + 30 * len(new), self.now_ms)
-        self.now_ms += machine.host_draft * drafted
-        self.device_free_ms = max(verify_end + machine.device_draft * drafted, self.now_ms)
+        self.now_ms += self.about(machine.host)
+        verify = self.about(machine.device + machine.device_verify * self.verified + 30 * len(new))
+        verify_end = max(begin + verify, self.now_ms)
+        self.now_ms += self.about(machine.host_draft * drafted)
+        self.device_free_ms = max(verify_end + self.about(machine.device_draft * drafted), self.now_ms)
         self.in_flight.append(InFlight(output, verify_end if machine.late else self.device_free_ms))
         self.verified = drafted
+
+    def about(self, ms: float) -> float:
+        """A duration with this mean."""
+        return ms * max(0.2, self.dice.gauss(1.0, self.jitter)) if self.jitter else ms
 
     def take(self) -> None:
         """Wait for the oldest result."""
@@ -120,13 +124,13 @@ class Event:
         return end_event.reached_ms - self.reached_ms
 
 
-def true_ms(machine: Machine, length: int) -> float:
+def true_ms(machine: Machine, length: int, jitter: float = 0.0) -> float:
     """Of a step, when only this length is used."""
-    queue = Queue(machine)
+    queue, num_steps = Queue(machine, jitter=jitter), 800 if jitter else 40
     queue.run([ArmChoice(Arm(length))] * 40)
     before = queue.now_ms
-    queue.run([ArmChoice(Arm(length))] * 40)
-    return (queue.now_ms - before) / 40
+    queue.run([ArmChoice(Arm(length))] * num_steps)
+    return (queue.now_ms - before) / num_steps
 
 
 def changing(seed: int, num_holds: int) -> Iterator[ArmChoice]:
@@ -156,8 +160,22 @@ def test_usable_times_are_those_of_their_length(name, timed):
     # Where one length is bound by the host and the next by the device, the queue takes some steps to fill: their results
     # do come as fast as the host launches them.
     wrong = sorted(errors(machine, usable))
-    assert wrong[int(0.98 * len(wrong))] < 0.03
-    assert wrong[-1] < (0.2 if name.startswith("mixed") and not timed else 0.01)
+    assert wrong[int(0.97 * len(wrong))] < 0.03
+    # With the device's clock, that is seen in the second such step.
+    assert wrong[-1] < ((0.08 if timed else 0.2) if name.startswith(("mixed", "crossing")) else 0.01)
+
+
+@pytest.mark.parametrize(("jitter", "most"), [(0.02, 0.01), (0.10, 0.01), (0.30, 0.07)])
+@pytest.mark.parametrize("name", ["host-bound", "device-bound", "mixed", "crossing"])
+def test_the_devices_times_are_true_where_host_and_device_jitter(name, jitter, most):
+    """The longer of the device's and the host's would be up to 1, 5 and 15% too long."""
+    machine = MACHINES[name]
+    records = Queue(machine, timed=True, jitter=jitter).run(changing(1, 180))
+    usable = [each for each in records if not each.flags]
+    assert len(usable) > (0.5 if jitter <= 0.1 else 0.2) * len(records)
+    for length in LENGTHS:
+        mine = [each.latency_s for each in usable if each.arm.speculation_length == length]
+        assert 1e3 * sum(mine) / len(mine) == pytest.approx(true_ms(machine, length, jitter), rel=most)
 
 
 @pytest.mark.parametrize(("timed", "num_steps"), [(False, OVERLAPPED_PROBE_STEPS), (True, PROBE_STEPS - 1)])
@@ -170,7 +188,7 @@ def test_a_probe_is_long_enough_for_a_usable_time_and_no_longer(name, timed, num
         queue.run([ArmChoice(Arm(5), probe_id=9)] * length + [ArmChoice(Arm(3))] * 20)
         usable = [each for each in queue.records if each.probe_id and not each.flags]
         assert len(usable) == (length == num_steps)
-        assert all(error < 0.03 for error in errors(MACHINES[name], usable))
+        assert all(error < (0.08 if timed else 0.03) for error in errors(MACHINES[name], usable))
 
 
 def shapes(**changes: Any) -> list[StepShape]:
