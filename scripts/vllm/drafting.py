@@ -1,24 +1,23 @@
-"""vLLM's real speculator of its V2 model runner, changed by speclen, drafts what is chosen: without a device or a model.
+"""vLLM's real speculator of its V2 model runner drafts what is chosen, and its real lookup names the lengths to capture.
 
     python scripts/vllm/drafting.py
 
-Runs in vLLM's environment. Counts the passes that the draft model is asked for. Prints one JSON line.
+Runs in vLLM's environment, without a device or a model. Counts the passes that the draft model is asked for. Prints one JSON
+line.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from types import SimpleNamespace
 
-os.environ |= {"SPECLEN_CONTROLLER": "127.0.0.1:9"}  # nobody: lengths are given here
-
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from speclen.integrations.vllm import v2_runner
+from speclen.integrations.vllm.engine import ranges_of
+from speclen.integrations.vllm.startup import EXTENSION, lookup_to_capture
 
 LARGEST, ROWS = 5, 3
 
@@ -30,6 +29,7 @@ class Counting(StandaloneARSpeculator):
 
     def __init__(self) -> None:
         self.num_speculative_steps, self.passes = LARGEST, 0
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=EXTENSION))
         self.model = torch.nn.Identity()
         self.draft_tokens = torch.zeros(8, LARGEST, dtype=torch.int64)
         self.last_token_indices = torch.zeros(8, dtype=torch.int64)
@@ -76,18 +76,18 @@ def drafted(chosen: int | None) -> tuple[int, list[int]]:
 def main() -> None:
     before = {chosen: drafted(chosen)[0] for chosen in (0, 1, LARGEST)}
     assert set(before.values()) == {LARGEST}, f"vLLM follows lengths by itself: {before}"
-    v2_runner.register()
-    assert v2_runner.is_registered()
+    resolve_obj_by_qualname(EXTENSION)  # as each worker does
     found = {chosen: drafted(chosen) for chosen in (None, *range(LARGEST + 1))}
     for chosen, (passes, tokens) in found.items():
         wanted = LARGEST if chosen is None else max(1, chosen)
         assert passes == wanted, f"{chosen}: {passes} passes"
         assert tokens[:wanted] == list(range(11, 11 + wanted)), f"{chosen}: {tokens}"
-    table = ([(1, 4, 5), (5, 8, 2)], 8, LARGEST)
-    changed = cudagraph_utils.build_dynamic_sd_schedule_lookup(*table)
-    assert changed[:9] == build_dynamic_sd_schedule_lookup(*table)
-    assert set(changed) == set(range(LARGEST + 1))
-    print(json.dumps({"passes": {str(chosen): passes for chosen, (passes, _) in found.items()}}))
+    users = build_dynamic_sd_schedule_lookup([(1, 4, 5), (5, 16, 2)], 16, LARGEST)
+    captured = lookup_to_capture(users, dict.fromkeys(range(9, 17), 0), LARGEST)
+    read = build_dynamic_sd_schedule_lookup(ranges_of(captured, lambda *run: run), 16, LARGEST)
+    assert read == captured
+    passes = {str(chosen): passes for chosen, (passes, _) in found.items()}
+    print(json.dumps({"passes": passes, "captured": sorted(set(read[1:]))}))
 
 
 if __name__ == "__main__":

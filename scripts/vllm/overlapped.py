@@ -46,31 +46,31 @@ class Step:
     unfinished: set[str]
 
 
-def overlapping_scheduler(folder: Path) -> Any:
-    """Ours, as an engine whose device overlaps steps makes it."""
+def overlapping_scheduler(folder: Path, rows: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Any:
+    """Ours, as an engine whose device overlaps steps makes it. rows: the most sequences of a step."""
     for name in (DRY.target, DRY.draft):
         write_config(name, DRY.dtype, folder_of(folder, name))
     speculative = {
         "method": "draft_model",
         "model": str(folder_of(folder, DRY.draft)),
         "num_speculative_tokens": MAX_LENGTH,
-        "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, MAX_LENGTH]],
+        "num_speculative_tokens_per_batch_size": [[1, rows, MAX_LENGTH]],
     }
     config = EngineArgs(
         model=str(folder_of(folder, DRY.target)),
         speculative_config=speculative,
-        max_num_seqs=MAX_BATCH,
-        max_num_batched_tokens=96,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(96, 8 * rows),
         max_model_len=256,
         enforce_eager=True,
         enable_prefix_caching=False,
     ).create_engine_config()
     config.scheduler_config.async_scheduling = True
-    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    config.cache_config.num_gpu_blocks = num_blocks
     kind = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     return Scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], kind)]),
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], kind)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=16,
         hash_block_size=16,
@@ -100,7 +100,7 @@ class Drive:
     def __post_init__(self) -> None:
         steering, drawn = self.scheduler.steering, lengths(self.dice)
         steering.control.choose = lambda rows, with_prefill=False: ArmChoice(Arm(next(drawn)))
-        steering.lengths.choice = lambda rows, wanted: wanted
+        steering.lengths.choice = lambda rows, wanted, table: wanted
         steering.control.report = self.reports.append
 
     def run(self) -> None:
