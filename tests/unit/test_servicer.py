@@ -50,12 +50,13 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert at.async_engine.num_open == 0
 
 
-async def test_a_client_that_reads_nothing_loses_its_row() -> None:
-    """Its window of 64 kB is full after some hundred tokens with 20 log probabilities each."""
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_reads_nothing_loses_its_slot_and_gets_the_reason(stream: bool) -> None:
+    """Its window of 16 kB holds some messages of a stream, but not the first of a whole answer."""
 
     async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
-        sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=16)
-        call = stub.Generate(tokenized(1, sampling_params=sampling, stream=True))
+        sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=4)
+        call = stub.Generate(tokenized(1, sampling_params=sampling, stream=stream), timeout=30)
         await until(lambda: at.num_slow_readers() == 1)
         await until(lambda: at.engine.load().num_running == 0)
         assert (await at.all(tokenized(1)))[-1].HasField("complete")
@@ -68,8 +69,8 @@ async def test_a_client_that_reads_nothing_loses_its_row() -> None:
 
 @contextlib.asynccontextmanager
 async def narrow_channel(port: int) -> AsyncIterator[Any]:
-    """A client that lets the server send 64 kB ahead, not 4 MB."""
-    options = [("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)]
+    """A client that lets the server send 16 kB ahead, not 4 MB."""
+    options = [("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0)]
     async with aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         yield rpc.GenerationServiceStub(channel)
 

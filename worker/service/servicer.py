@@ -98,6 +98,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
         running = self._async_engine.running([generation], stream, caller, arrived_at, patience_s)
         async with running as all_outputs:
+            # Not with the first message: while that is unread, `abort` would send the metadata again, and fail.
+            await context.send_initial_metadata(())
             async for outputs in all_outputs:
                 for output in by_sequence(outputs):
                     told.setdefault(output.index, []).append(output)
