@@ -10,7 +10,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from speclen.worker.http.answers import chat_logprobs
-from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode, make_token_bytes
+from speclen.worker.requests.detokenize import (
+    REPLACEMENT,
+    Detokenizer,
+    StopStrings,
+    make_decode,
+    make_token_bytes,
+    spelled_tokens,
+)
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models
 
@@ -151,3 +158,37 @@ def test_stop_strings_are_found_whatever_the_pieces(stops: tuple[str, ...]) -> N
                     break
             assert (stop is not None) == bool(found)
             assert shown + ("" if stop else matcher.flush()) == expected
+
+
+SPECIAL = {0: "<|end|>", 1: "<s>", 2: "</s>"}
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_with_special_tokens_are_found_in_the_text_that_has_them(include: bool) -> None:
+    """Against a search of both texts, with special tokens and without, after every token, on random ones."""
+    generator, pieces = random.Random(f"special {include}"), ["a", "b", "!", "a!", *SPECIAL]
+    for _ in range(3000):
+        stops = [
+            "".join(spell(piece) for piece in generator.choices(pieces, k=2)) for _ in range(generator.randrange(4))
+        ]
+        tokens = generator.choices(pieces, k=generator.randrange(1, 9))
+        hidden = spelled_tokens(stops, SPECIAL)
+        matcher, shown, stop = StopStrings(stops, include, hidden), "", None
+        for number, token in enumerate(tokens, start=1):
+            text = "".join(piece for piece in tokens[:number] if isinstance(piece, str))
+            spelled = "".join(spell(piece) for piece in tokens[:number] if isinstance(piece, str) or piece in hidden)
+            new, stop = matcher.push(token if isinstance(token, str) else matcher.mark(token))
+            shown += new
+            found = [one for one in stops if one in text or one in spelled]
+            assert (stop in found) if stop else not found, (stops, tokens[:number])
+            if stop:
+                assert text.startswith(shown.removesuffix(stop) if include else shown)
+                assert shown.endswith(stop) or not include
+                break
+            assert text.startswith(shown)
+        if not stop:
+            assert shown + matcher.flush() == text
+
+
+def spell(piece: str | int) -> str:
+    return piece if isinstance(piece, str) else SPECIAL[piece]

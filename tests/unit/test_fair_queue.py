@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
+from speclen.worker.service.admission import Admission
 from speclen.worker.service.async_engine import MOST_AT_ONCE, in_parts
 from speclen.worker.service.fair_queue import Aside, FairQueue
 from speclen.worker.service.relay import OutputRelay, OutputStream
+from tests.support import tiny_models
 
 
 class Requests:
@@ -59,6 +63,22 @@ async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
     with pytest.raises(QueueFullError, match="waiting already"):  # two each: nothing would be fairer
         await requests.tasks["b3"]
     assert requests.fair_queue.num_waiting == 4
+
+
+async def test_a_full_queue_names_the_setting_and_its_value() -> None:
+    """A quarter of the slots' number waits in the engine, and was left out of the number."""
+    pair: Any = SimpleNamespace(tokenizer=tiny_models.tokenizer(), vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=[0])
+    admission = Admission(pair, 256, 4, 8)
+    requests = Requests(admission.fair_queue)
+    await requests.come(*(f"a{number}" for number in range(13)))
+    with pytest.raises(
+        QueueFullError, match="^8 requests are waiting already, which is --max-waiting: try again later$"
+    ):
+        await requests.tasks["a12"]
+    with pytest.raises(QueueFullError, match="^0 requests are waiting for the grammars already: try again later$"):
+        aside = Aside("grammars", 0)
+        async with aside.turn("a"):
+            await aside.enter("b")
 
 
 async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:

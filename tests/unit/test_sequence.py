@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.detokenize import make_decode, special_texts
 from speclen.worker.requests.request import (
     FinishReason,
     GenerationRequest,
@@ -17,7 +17,7 @@ from speclen.worker.requests.request import (
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import tiny_models
 
-EOS = tiny_models.EOS_ID
+EOS, END = tiny_models.EOS_ID, "<|endoftext|>"
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -31,6 +31,7 @@ def sequence(prompt: str = "the ", context: int = 200, **sampling: Any) -> Seque
         eos_token_ids=(EOS,),
         max_context_length=context,
         draft_context_length=context,
+        hidden=special_texts(tiny_models.tokenizer()) if skip else {},
     )
 
 
@@ -103,6 +104,63 @@ ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, F
         LATE,
         LATE,
         "a!b!c!",
+        LENGTH,
+        None,
+    ),
+    "a stop string that is a special token": (
+        {"stop": (END,), "ignore_eos": True},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS],
+        "abc",
+        STOP,
+        END,
+    ),
+    "a stop string that is a special token, which is kept": (
+        {"stop": (END,), "ignore_eos": True, "include_stop_str_in_output": True},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS],
+        "abc" + END,
+        STOP,
+        END,
+    ),
+    "a stop string that is a special token, which is shown": (
+        {"stop": (END,), "ignore_eos": True, "include_special_tokens": True},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS],
+        "abc",
+        STOP,
+        END,
+    ),
+    "a stop string that begins before a special token and ends after it": (
+        {"stop": (f"c{END}x",), "ignore_eos": True},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS, XYZ[0]],
+        "ab",
+        STOP,
+        f"c{END}x",
+    ),
+    "a stop string that the end token completes": ({"stop": (f"c{END}",)}, [*ABC, EOS], None, "ab", STOP, f"c{END}"),
+    "a stop string around a special token that is left out": (
+        {"stop": ("cx",), "ignore_eos": True},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS, XYZ[0]],
+        "ab",
+        STOP,
+        "cx",
+    ),
+    "not a part of a special token that is left out": (
+        {"stop": ("endoftext", "|>"), "ignore_eos": True, "max_tokens": len(ABC) + 1 + len(XYZ)},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS, *XYZ],
+        "abcxyz",
+        LENGTH,
+        None,
+    ),
+    "text held back for a special token that never came": (
+        {"stop": (f"c{END}!",), "ignore_eos": True, "max_tokens": len(ABC) + 1},
+        [*ABC, EOS, *XYZ],
+        [*ABC, EOS],
+        "abc",
         LENGTH,
         None,
     ),

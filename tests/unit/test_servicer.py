@@ -21,7 +21,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Seq
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
 from speclen.worker.service.servicer import caller_of
-from tests.support import engines
+from tests.support import engines, tiny_models
 from tests.support.served import ENDLESS, sampled, served, tokenized
 from tests.support.waiting import on_loop_until as until
 
@@ -38,7 +38,7 @@ from tests.support.waiting import on_loop_until as until
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
         # Copied first, a message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences.
         (sampled(n=64, stop_token_ids=[1] * 2_000_000), "stop_token_ids has 2000000 entries, at most 1024 are allowed"),
-        (sampled(stop=[""] * 1_000_000), "stop has 1000000 entries, at most 16"),
+        (sampled(stop=[""] * 1_000_000), "stop has 1000000 entries, at most 64"),
         (sampled(logit_bias=dict.fromkeys(range(1025), 0.0)), "logit_bias has 1025 entries, at most 1024"),
     ],
 )
@@ -50,12 +50,22 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert at.async_engine.num_open == 0
 
 
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_that_is_a_special_token_ends_the_output(include: bool) -> None:
+    end = tiny_models.tokenizer().eos_token
+    stop = {"stop": [end], "ignore_eos": True, "include_stop_str_in_output": include}
+    async with served() as at:
+        (answer,) = await at.all(sampled(logit_bias={tiny_models.EOS_ID: 100.0}, **stop))
+    assert (answer.complete.matched_stop_string, answer.complete.text) == (end, end if include else "")
+    assert list(answer.complete.output_ids) == [tiny_models.EOS_ID]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_reads_nothing_loses_its_slot_and_gets_the_reason(stream: bool) -> None:
     """Its window of 16 kB holds some messages of a stream, but not the first of a whole answer."""
 
     async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
-        sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=4)
+        sampling = pb.SamplingParams(max_tokens=150, ignore_eos=True, logprobs=20, n=2)
         call = stub.Generate(tokenized(1, sampling_params=sampling, stream=stream), timeout=30)
         await until(lambda: at.num_slow_readers() == 1)
         await until(lambda: at.engine.load().num_running == 0)

@@ -33,7 +33,7 @@ def check(prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, **s
         ("logit_bias", [{100: 1.0}, {-1: 1.0}, {5: 101.0}, {5: math.nan}, {5: -math.inf}], [{0: -100.0, 99: 100.0}]),
         ("max_tokens", [0, -1], [1, 10**6]),
         ("min_tokens", [-1, 129], [128]),
-        ("stop", [("",), ("x" * 257,), ("x",) * 17], [("x",) * 16, ("x" * 256,)]),
+        ("stop", [("",), ("x" * 257,), ("x",) * 65], [("x",) * 64, ("x" * 256,)]),
         ("stop_token_ids", [(100,), (-1,), (1,) * 1025], [(0, 99), (1,) * 1024]),
         ("n", [0, -1, 65, 10**9], [1, 64]),
         ("seed", [-(2**63) - 1, 2**64], [-(2**63), 0, 2**64 - 1]),
@@ -48,6 +48,12 @@ def test_limits_are_allowed_and_what_is_beyond_them_names_the_field(
     for value in refused:
         with pytest.raises(ValueError, match=field):
             check(**{field: value})
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1.1])
+def test_top_p_has_a_bound_that_is_not_a_value(top_p: float) -> None:
+    with pytest.raises(ValueError, match=f"top_p is {top_p}, but must be more than 0 and at most 1"):
+        check(top_p=top_p)
 
 
 @pytest.mark.parametrize(

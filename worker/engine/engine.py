@@ -35,7 +35,7 @@ from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_prompts, p
 from speclen.worker.engine.step_runner import StepRunner
 from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.detokenize import make_decode, special_texts, spelled_tokens
 from speclen.worker.requests.request import EngineFailedError, GenerationRequest
 from speclen.worker.requests.sequence import OnOutput, SequenceState, SharedPrompt
 from speclen.worker.requests.validation import check_request
@@ -91,6 +91,7 @@ class Engine:
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
         self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
+        self._special_texts = special_texts(pair.tokenizer)
         self._inbox = Inbox()
         most = Arm(config.max_speculation_length, config.ngram).max_tokens
         self._outbox = Outbox(self._inbox.forget, most, holds_back=self.target.asynchronous)
@@ -115,16 +116,19 @@ class Engine:
         on_output is called from the engine's thread and must not block.
         """
         shared = SharedPrompt() if request.sampling.n > 1 else None
+        shown = request.sampling.include_special_tokens
+        hidden = {} if shown else spelled_tokens(request.sampling.stop, self._special_texts)
         for index in range(request.sampling.n):
             sequence = SequenceState(
                 request,
                 index,
                 on_output,
-                decode=self._decode_text[not request.sampling.include_special_tokens],
+                decode=self._decode_text[not shown],
                 eos_token_ids=self.pair.eos_token_ids,
                 max_context_length=self.max_context_length,
                 draft_context_length=0 if self.draft is None else self.draft.max_context_length,
                 shared=shared,
+                hidden=hidden,
             )
             self.scheduler.check_fits(sequence)
             yield sequence

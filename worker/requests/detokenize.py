@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -11,6 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
 MAX_HELD_TOKENS = 32  # after so many without a whole character none will come
 CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenizers treat the first token differently
+SURROGATES = range(0xD800, 0xE000)
 MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
@@ -27,6 +29,15 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     return lambda ids: tokenizer.decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """Texts of the tokens that `skip_special_tokens` leaves out, by token."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        return {token: added.content for token, added in fast.get_added_tokens_decoder().items() if added.special}
+    ids = list(tokenizer.all_special_ids)
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
 
 
 def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
@@ -132,40 +143,89 @@ def prompt_context(decode: Decode, prompt_ids: Sequence[int]) -> Sequence[int]:
 
 
 class StopStrings:
-    """Holds text back while it may belong to a stop string, and finds the first stop string."""
+    """Holds text back while it may belong to a stop string, and finds the first stop string.
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """include: leave the stop string in the text."""
-        self._stops = tuple(stops)
+    Special tokens may be left out of the text. Stop strings are then also searched in the text with those that they name,
+    where each is a mark: half a surrogate pair, which no text contains.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool, hidden: Mapping[int, str] = MappingProxyType({})) -> None:
+        """include: leave the stop string in the text. hidden: of `spelled_tokens`, if these are left out."""
         self._include = include
-        self._held = ""
+        self._held = ""  # with marks
+        self._plain = {stop: stop for stop in stops}
+        marks = dict(zip(sorted(set(hidden.values()), key=len, reverse=True), map(chr, SURROGATES), strict=False))
+        self._unmarked = dict.fromkeys(map(ord, marks.values()))
+        self._marks = {token: marks[text] for token, text in hidden.items() if text in marks}
+        self._marked = {stop: with_marks(stop, marks) for stop in stops if any(text in stop for text in marks)}
+
+    def mark(self, token: int) -> str:
+        """Mark of a special token that is left out of the text, for `push`: "" if no stop string has it."""
+        return self._marks.get(token, "")
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
         """Text that may be shown, and the stop string if this text completes one: then the text ends there.
 
         may_stop: False while stop strings are to be ignored; one that such text begins may still be completed later.
         """
-        num_old, text = len(self._held), self._held + text
-        # None lies in what was held back: it was ignored, or would have been found then.
-        starts = [(text.find(stop, max(0, num_old - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
-        found = [match for match in starts if match[0] >= 0]
+        num_old, marked = len(self._held), self._held + text
+        text = self._without_marks(marked)
+        num_shown = len(self._without_marks(marked[:num_old]))
+        found = [(start, -len(stop), stop) for stop, start in matches(self._plain, text, num_shown)]
+        found += [
+            (len(self._without_marks(marked[:start])), -len(stop), stop)
+            for stop, start in matches(self._marked, marked, num_old)
+        ]
         if found and may_stop:
             start, _, stop = min(found)
             self._held = ""
-            return text[: start + len(stop)] if self._include else text[:start], stop
-        keep = self._held_length(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+            return text[:start] + stop if self._include else text[:start], stop
+        keep = held_length(self._plain.values(), text)
+        first = len(marked) - held_length(self._marked.values(), marked)
+        while first and len(self._without_marks(marked[first:])) < keep:
+            first -= 1
+        self._held = marked[first:]
+        return self._without_marks(marked[:first]), None
 
     def flush(self) -> str:
         """The text held back, once nothing can follow."""
         held, self._held = self._held, ""
-        return held
+        return self._without_marks(held)
 
-    def _held_length(self, text: str) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[len(text) - length :]) for stop in self._stops):
-                return length
-        return 0
+    def _without_marks(self, text: str) -> str:
+        return text.translate(self._unmarked) if self._unmarked else text
+
+
+def spelled_tokens(stops: Sequence[str], special: Mapping[int, str]) -> dict[int, str]:
+    """The special tokens whose text is a part of a stop string. special: of `special_texts`, which may be thousands."""
+    together = "".join(stops)
+    return {token: text for token, text in special.items() if text in together} if together else {}
+
+
+def with_marks(text: str, marks: Mapping[str, str]) -> str:
+    """The text with a mark for each special token. marks: by the token's text, the longest first."""
+    for special, mark in marks.items():
+        text = text.replace(special, mark)
+    return text
+
+
+def matches(stops: Mapping[str, str], text: str, num_old: int) -> Iterator[tuple[str, int]]:
+    """Stop strings in the text, and where each begins. stops: values are what is searched.
+
+    None lies in the first num_old characters, which were searched before.
+    """
+    for stop, searched in stops.items():
+        start = text.find(searched, max(0, num_old - len(searched) + 1))
+        if start >= 0:
+            yield stop, start
+
+
+def held_length(stops: Iterable[str], text: str) -> int:
+    """Length of the longest end of the text with which a stop string begins."""
+    longest = 0
+    for stop in stops:
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        longest = max(longest, len(text) - start if start >= 0 else 0)
+    return longest

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class SequenceState:
     tokens: prompt and output. target_length, draft_length: the number of them, from the first on, in the models' pools. row:
     of the pools, -1 without one; set by the scheduler. limit: most tokens, prompt included. draft_context_length: tokens up
     to which the draft model proposes, 0 without one. fixed_length: the request's speculation length; None: the table
-    decides, and n-grams are allowed. shared: None when n is 1.
+    decides, and n-grams are allowed. shared: None when n is 1. hidden: texts of special tokens that `decode` leaves out.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SequenceState:
         max_context_length: int,
         draft_context_length: int,
         shared: SharedPrompt | None = None,
+        hidden: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         sampling = request.sampling
         self.request = request
@@ -90,7 +92,7 @@ class SequenceState:
         self._eos = frozenset() if ignored else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
         self._detokenizer = Detokenizer(decode, request.prompt_ids)
-        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output, hidden) if sampling.stop else None
 
     @property
     def num_output_tokens(self) -> int:
@@ -133,7 +135,7 @@ class SequenceState:
         matched: int | str | None = end_token
         text = None
         if self._stops is not None:
-            num_searched, text, stop = self._search_stop_strings(self._visible(ids, reason, end_token))
+            num_searched, text, stop = self._search_stop_strings(ids, len(self._visible(ids, reason, end_token)))
             if stop is not None:
                 ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
         self.tokens += ids
@@ -204,13 +206,17 @@ class SequenceState:
         shown = matched in self._eos and self.request.sampling.include_special_tokens
         return ids if shown else ids[:-1]
 
-    def _search_stop_strings(self, ids: list[int]) -> tuple[int, str, str | None]:
-        """Number of tokens up to the first complete stop string, their text up to it, and the stop string."""
+    def _search_stop_strings(self, ids: list[int], num_visible: int) -> tuple[int, str, str | None]:
+        """Number of tokens up to the first complete stop string, their text up to it, and the stop string.
+
+        num_visible: of the tokens, those whose text is shown.
+        """
         assert self._stops is not None
         text = ""
         for at, token in enumerate(ids):
             may_stop = self.num_output_tokens + at >= self.request.sampling.min_tokens
-            piece, stop = self._stops.push(self._detokenizer.push([token]), may_stop)
+            new = self._detokenizer.push([token]) if at < num_visible else ""
+            piece, stop = self._stops.push(new + self._stops.mark(token), may_stop)
             text += piece
             if stop is not None:
                 return at + 1, text, stop

@@ -10,7 +10,7 @@ from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
 MAX_SEQUENCES = 64
 MIN_REPETITION_PENALTY = 0.0099999997  # 0.01 as float32. Logits are divided by it: 1e-39 would give infinities
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids
 MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_ENTRIES, "logit_bias": MAX_ENTRIES}
@@ -19,7 +19,6 @@ MAX_ANSWER_LOGPROBS = 250_000  # in one answer that is put together as a whole: 
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or not: -1 is the same as 2**64 - 1
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
-    "top_p": (0, 1),  # 0 excluded
     "top_k": (0, math.inf),
     "min_p": (0, 1),
     "repetition_penalty": (MIN_REPETITION_PENALTY, 10),
@@ -92,8 +91,8 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             _check_range(name, value, low, high)
     if sampling.logprobs is not None:
         _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
-    if sampling.top_p == 0:
-        raise ValueError("top_p is 0, but must be more than 0 and at most 1")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p is {sampling.top_p}, but must be more than 0 and at most 1")
     _check_ids("logit_bias token", sampling.logit_bias, vocab_size)
     for token, bias in sampling.logit_bias.items():
         _check_range(f"logit_bias[{token}]", bias, -100, 100)

@@ -23,7 +23,8 @@ class Admission:
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
         # Some wait in the engine, so that a free slot is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
-        self.fair_queue = FairQueue(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
+        full = f"{max_waiting} requests are waiting already, which is --max-waiting"
+        self.fair_queue = FairQueue(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s, full)
 
     @property
     def num_waiting(self) -> int:

@@ -31,14 +31,16 @@ class FairQueue:
     """For one event loop. width: places inside. max_waiting: requests that wait for their first place at most.
 
     A request of several sequences asks for one place after the other, so that other requests come in between. max_wait_s: a
-    request with a longer expected wait is refused at once, so that its caller can go elsewhere; 0: none is.
+    request with a longer expected wait is refused at once, so that its caller can go elsewhere; 0: none is. full: says that
+    no more may wait, for errors.
 
     Callers take turns: one with a single request waits for one round, not for all requests of another caller. When the
     queue is full, one more request is refused, or pushes out the newest of the caller with the most if that has at least
     two more waiting than its own. So no caller can fill the queue for others.
     """
 
-    def __init__(self, width: int, max_waiting: int, max_wait_s: float = 0.0) -> None:
+    def __init__(self, width: int, max_waiting: int, max_wait_s: float = 0.0, full: str = "") -> None:
+        self._full = full or f"{max_waiting} requests are waiting already"
         self._width = self._num_free = width
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s or math.inf
@@ -124,10 +126,8 @@ class FairQueue:
         greediest = max(numbers, key=lambda name: numbers[name], default=caller)
         if greediest == caller or numbers[greediest] < numbers.get(caller, 0) + 2:
             expected_s = self.expected_wait_s(caller)
-            about = f", for about {expected_s:.1f} s" if expected_s else ""
-            raise QueueFullError(
-                f"{self.num_waiting} requests are waiting already{about}, and --max-waiting lets no more: try again later"
-            )
+            about = f", and one more would wait for about {expected_s:.1f} s" if expected_s else ""
+            raise QueueFullError(f"{self._full}{about}: try again later")
         turn = next(turn for turn in reversed(self._waiting[greediest]) if not turn.begun)
         self._forget(greediest, turn)
         if not turn.come.done():  # else it gave up in the same moment
@@ -160,7 +160,7 @@ class Aside(FairQueue):
     """A queue for a thread with work that would block the event loop. max_waiting: calls that may wait."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
-        super().__init__(1, max_waiting)
+        super().__init__(1, max_waiting, full=f"{max_waiting} requests are waiting for the {name} already")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def do(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:

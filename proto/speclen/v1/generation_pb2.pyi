@@ -140,7 +140,9 @@ class SamplingParams(google.protobuf.message.Message):
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Output ends before the first of these. At most 16, of 1 to 256 characters."""
+        """Output ends before the first of these. At most 64, of 1 to 256 characters. Those with the text of a
+        special token match it, also where special tokens are not part of the text.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
