@@ -30,6 +30,8 @@ STREAM_HEADERS = [
 ]
 QUEUE_FULL = 429  # the status with Retry-After
 DONE = b"data: [DONE]\n\n"
+STILL_HERE = b": waiting\n\n"  # a comment, which readers of events skip: proxies and clients give up on silent streams
+SILENCE_S = 5.0  # of a stream, before each such comment
 PIECE_BYTES = 2**16
 LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -80,13 +82,13 @@ class JobResponse(Response):
     async def _stream(self, send: Send) -> None:
         begun = False
         try:
-            async with self._engine.open(uuid.uuid4().hex) as stream:
+            async with self._engine.open(uuid.uuid4().hex, wake_s=SILENCE_S) as stream:
                 async with self._running(stream) as (answer, outputs):
                     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                     begun = True
                     await self._send(send, stream, answer.begin())
                     async for group in outputs:
-                        await self._send(send, stream, answer.chunks(group))
+                        await self._send(send, stream, answer.chunks(group), STILL_HERE if not group else b"")
                 await self._send(send, stream, answer.end())
         except Exception as error:
             told = self._told(error)
@@ -96,9 +98,9 @@ class JobResponse(Response):
             await send_events(send, [told.body()])
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-    async def _send(self, send: Send, stream: OutputStream, objects: Iterable[Any]) -> None:
+    async def _send(self, send: Send, stream: OutputStream, objects: Iterable[Any], comment: bytes = b"") -> None:
         async with self._engine.reading(stream):
-            await send_events(send, objects)
+            await send_events(send, objects, comment)
 
     def _told(self, error: Exception) -> ApiError:
         told = refusal(error, type(self._body).model_fields, self._engine, self._caller)
@@ -116,9 +118,9 @@ def refusal(error: Exception, fields: Container[str], engine: AsyncEngine, calle
     return told
 
 
-async def send_events(send: Send, objects: Iterable[Any]) -> None:
+async def send_events(send: Send, objects: Iterable[Any], comment: bytes = b"") -> None:
     """Send events, all in one write."""
-    body = b"".join(b"data: %b\n\n" % to_json(one) for one in objects)
+    body = comment + b"".join(b"data: %b\n\n" % to_json(one) for one in objects)
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 

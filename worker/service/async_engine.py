@@ -99,12 +99,14 @@ class AsyncEngine:
         return True
 
     @contextlib.asynccontextmanager
-    async def open(self, request_id: str, until_end: bool = False) -> AsyncIterator[OutputStream]:
+    async def open(
+        self, request_id: str, until_end: bool = False, wake_s: float | None = None
+    ) -> AsyncIterator[OutputStream]:
         """A stream for the outputs of one call, for the length of the block, for which a drain waits.
 
-        until_end: the caller gets everything at the end, so the event loop need not wake before. Waits for the end of a
-        request of that id whose caller has given up: it may be a retry. Raises ValueError for an id in use, DrainingError,
-        or the engine's failure.
+        until_end: the caller gets everything at the end, so the event loop need not wake before. wake_s: seconds without
+        output after which `running` gives an empty group; None: it waits. Waits for the end of a request of that id whose
+        caller has given up: it may be a retry. Raises ValueError for an id in use, DrainingError, or the engine's failure.
         """
         while (before := self._open.get(request_id)) is not None and before.is_given_up:
             await asyncio.sleep(LOOK_S)
@@ -112,7 +114,7 @@ class AsyncEngine:
             raise copy.copy(self._refusal)  # a copy: an error that is raised again keeps references to earlier calls
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
-        stream = self._open[request_id] = OutputStream(until_end, asyncio.current_task())
+        stream = self._open[request_id] = OutputStream(until_end, wake_s, asyncio.current_task())
         try:
             yield stream
         finally:
@@ -191,6 +193,8 @@ class AsyncEngine:
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
         while stream.waiting or not all(run.ended.is_set() for run in runs.values()):
             outputs = await stream.next()
+            if not outputs:
+                yield ()
             failed = [output for output in outputs if output.error is not None]
             told = [output for output in outputs if output.error is None] + [
                 replace(output, finish_reason=None, error=None) for output in failed if output.token_ids

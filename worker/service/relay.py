@@ -29,10 +29,11 @@ class OutputStream:
     begun: its requests are queued; aborted: they were aborted before that; ending: the caller has left.
     on_output: called with every output as it arrives. task: of the caller, cancelled when it gives up, though its prompt or
     grammar may have to be finished. until_end: outputs between the first tokens and the end of a sequence may wait.
-    num_tokens: in `waiting`; on_overflow: called when they exceed MAX_WAITING_TOKENS.
+    num_tokens: in `waiting`; on_overflow: called when they exceed MAX_WAITING_TOKENS. wake_s: see `AsyncEngine.open`.
     """
 
     until_end: bool = False
+    wake_s: float | None = None
     task: asyncio.Task[Any] | None = None
     waiting: list[SequenceOutput] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,8 +66,10 @@ class OutputStream:
         self.arrived.set()
 
     async def next(self) -> list[SequenceOutput]:
-        """All outputs since the last call, in order; waits for at least one. Raises the failure."""
-        await self.arrived.wait()
+        """All outputs since the last call, in order; waits for at least one, or wake_s. Raises the failure."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.wake_s):
+                await self.arrived.wait()
         if self.failure is not None and not self.waiting:
             raise self.failure
         if self.failure is None:
