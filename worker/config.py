@@ -14,6 +14,7 @@ from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused
 FIXED = re.compile(r"fixed:(\d{1,2})")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 KEY_FLAG = "--api-key-file"
 
 
@@ -57,6 +58,10 @@ class WorkerConfig(ServerSecurity):
     http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
     api_key_file: Path | None = setting(
         None, "File with the keys of HTTP callers, one per line, sent as bearer token; default: --token-file."
+    )
+    http_allow_origin: str = setting(
+        "",
+        "Web origins whose pages may call the HTTP front, SCHEME://HOST:PORT separated by commas, or *; empty: none.",
     )
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
@@ -125,6 +130,17 @@ class WorkerConfig(ServerSecurity):
             security.credentials()
             security.keyring(KEY_FLAG)
             self.read_template()
+            self.http_origins()
+
+    def http_origins(self) -> list[str]:
+        """Origins whose pages may call the HTTP front. Raises ValueError for one that no browser sends."""
+        origins = [one.strip() for one in self.http_allow_origin.split(",") if one.strip()]
+        for one in origins:
+            if one != "*" and not ORIGIN.fullmatch(one):
+                raise ValueError(
+                    f"--http-allow-origin {one!r} is not an origin: write SCHEME://HOST:PORT, no path, or *"
+                )
+        return origins
 
     def read_template(self) -> str | None:
         """The chat template that replaces the tokenizer's. Raises ValueError if it cannot be read."""

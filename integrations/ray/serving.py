@@ -21,7 +21,7 @@ from speclen.transport.supervision import PartFailedError
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.http.app import create_app, front_of
-from speclen.worker.http.guard import Guard
+from speclen.worker.http.guard import Guard, allow_origins
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
@@ -95,7 +95,7 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     if keyring is None and not config.insecure:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)
         keyring = Keyring([])
-    return Guard(create_app(front), keyring, front.engine.metrics.refuse)
+    return allow_origins(Guard(create_app(front), keyring, front.engine.metrics.refuse), config.http_origins())
 
 
 async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:

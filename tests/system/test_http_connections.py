@@ -147,10 +147,10 @@ async def test_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(
 
     bound = bind("--http-listen", "127.0.0.1:0")
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-    server = make_server(app, security, 1.0, lambda error: None)
+    server, address = make_server(app, security, 1.0, lambda error: None), bound.getsockname()
 
     async def asked():
-        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        reader, writer = await asyncio.open_connection(*address, ssl=trust, limit=65_536)
         writer.write(head("GET /", {"Connection": "close"}))
         await reader.readuntil(b"\r\n\r\n")
         return reader, writer

@@ -88,6 +88,14 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
         ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
         ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
         ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
+        (
+            {"http_listen": "127.0.0.1:8000", "http_allow_origin": "https://a.example/"},
+            "'https://a.example/' is not an origin",
+        ),
+        (
+            {"http_listen": "127.0.0.1:8000", "http_allow_origin": "*, chat.example"},
+            "--http-allow-origin 'chat.example' is not an",
+        ),
         ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
         ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
         ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
@@ -96,6 +104,12 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
 def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings).check_http()
+
+
+def test_web_origins_are_closed_by_default():
+    assert WorkerConfig().http_origins() == []
+    several = WorkerConfig(http_allow_origin="https://a.example:8443, tauri://localhost,*")
+    assert several.http_origins() == ["https://a.example:8443", "tauri://localhost", "*"]
 
 
 def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,7 @@ from speclen.worker.http.errors import MAX_PART, ApiError, from_exception
 from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError
 
+ONE_MODEL = "/v1/models/"
 MAX_BODY_BYTES = 4 * 1024 * 1024  # as over gRPC
 CALLER = "speclen.caller"  # of the scope: holder of the key, "" with a single key
 BODY_TIMEOUT_S = 30.0  # from the headers to the last byte of the body
@@ -48,6 +50,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = plain_path(scope["path"])
         try:
             self._check_key(scope)
             check_encoding(scope)
@@ -97,6 +100,22 @@ class Guard:
         finally:
             self._num_arriving -= len(body)
         return bytes(body)
+
+
+def plain_path(path: str) -> str:
+    """The path without doubled slashes and one at its end, which clients make of a base URL that ends in one.
+
+    Names of models may hold both.
+    """
+    return path if path.startswith(ONE_MODEL) and path != ONE_MODEL else "/" + "/".join(filter(None, path.split("/")))
+
+
+def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The app for pages of these web origins, too; "*" for all. Preflights are answered at once, as they bring no key."""
+    if not origins:
+        return app
+    methods, told = ["GET", "POST"], ["Retry-After"]
+    return CORSMiddleware(app, origins, allow_methods=methods, allow_headers=["*"], expose_headers=told)
 
 
 def check_encoding(scope: Scope) -> None:

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import math
+import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
+import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.logs import Sparse
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.connection import BoundedConnection
-from speclen.worker.http.guard import Guard
+from speclen.worker.http.guard import Guard, allow_origins
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
+
+log = structlog.get_logger()
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1.0  # that connections have when the server stops, if the worker has not failed
 UNREAD_GRACE_S = 1.0  # between the end of an unread request and that of its connection
-BACKLOG = 2048
+BACKLOG = 2048  # connections that wait in the kernel
+ACCEPTED_AT_ONCE = 64  # before the event loop does anything else
+SPARE_FILES = 32
 KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
 
 
@@ -38,10 +50,56 @@ async def http_front(
     app = create_app(front_of(config, engine, page))
     bound = bind("--http-listen", config.http_listen)
     security, refuse = config.http_security(), engine.metrics.refuse
-    server = make_server(app, security, config.unread_timeout_s, refuse)
+    server = make_server(app, security, config.unread_timeout_s, refuse, config.http_origins())
+    scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
+    port = bound.getsockname()[1]
     async with serving(server, bound, on_failure):
-        scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
-        yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
+        yield f"worker serving {scheme}://{host}:{port}/v1"
+
+
+class Door(socket.socket):
+    """A listening socket that closes new connections while few files are left: without any the process could do nothing."""
+
+    _sparse = Sparse(interval_s=60.0)
+    _failed_at = -math.inf
+
+    def listen(self, backlog: int = 0) -> None:
+        """Let many connections wait in the kernel. backlog: what asyncio accepts at once, and takes for the same."""
+        super().listen(BACKLOG)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ConnectionAbortedError for a connection that was closed."""
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            last, self._failed_at = self._failed_at, time.monotonic()
+            if self._failed_at - last < 1.0:  # asyncio logs each error, and waits for a second after one of them
+                raise BlockingIOError from None
+            raise
+        # The kernel gives the lowest number that is free.
+        limit = num_files()
+        if connection.fileno() < limit - spare_files(limit):
+            return connection, address
+        connection.close()
+        if (left_out := self._sparse.pass_on("files")) is not None:
+            advice = "raise the limit with `ulimit -n` or LimitNOFILE"
+            log.warning(
+                "connections are closed: few files are left", limit=limit, advice=advice, unlogged_before=left_out
+            )
+        raise ConnectionAbortedError
+
+
+def num_files() -> int:
+    """Files that the process may have open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def spare_files(limit: int) -> int:
+    """Files that connections over HTTP leave to everything else, if the process may have that many."""
+    return min(SPARE_FILES, limit // 4)
 
 
 class HttpServer(uvicorn.Server):
@@ -53,19 +111,26 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(
-    app: ASGIApp, security: ServerSecurity, unread_timeout_s: float, refuse: Callable[[Exception], None]
+    app: ASGIApp,
+    security: ServerSecurity,
+    unread_timeout_s: float,
+    refuse: Callable[[Exception], None],
+    origins: Sequence[str] = (),
 ) -> HttpServer:
     """A server with key and certificates as configured. Raises ValueError when they cannot be read.
 
-    refuse: called with the error of every request that the guard refuses.
+    refuse: called with the error of every request that the guard refuses. origins: see `allow_origins`.
     """
     longest_s = unread_timeout_s + UNREAD_GRACE_S
+    most = num_files() - 3 * spare_files(
+        num_files()
+    )  # others have files, too, and a 503 says more than a closed connection
 
     class Connection(BoundedConnection):
         unread_timeout_s = longest_s
 
     config = uvicorn.Config(
-        Guard(app, security.keyring(KEY_FLAG), refuse),
+        allow_origins(Guard(app, security.keyring(KEY_FLAG), refuse), origins),
         loop="none",
         http=Connection,
         ws="none",
@@ -74,8 +139,8 @@ def make_server(
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        backlog=BACKLOG,
+        limit_concurrency=min(MAX_CONNECTIONS, most),
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=3,  # longer than ours
         ssl_certfile=security.tls_cert,
@@ -94,8 +159,9 @@ def make_server(
 async def serving(
     server: HttpServer, bound: socket.socket, on_failure: Callable[[BaseException], None] = lambda error: None
 ) -> AsyncIterator[None]:
-    """Serve for the length of the block. on_failure: called if serving ends before."""
-    task = asyncio.create_task(server.serve(sockets=[bound]))
+    """Serve for the length of the block, and take over the socket. on_failure: called if serving ends before."""
+    door = Door(bound.family, bound.type, bound.proto, bound.detach())
+    task = asyncio.create_task(server.serve(sockets=[door]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     if task.done():
