@@ -37,7 +37,7 @@ MODEL = "tiny"
 KEY = "0123456789abcdef"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
 
 

@@ -214,8 +214,16 @@ def test_tokens_and_text(worker):
     assert got["tokens"] == tiny_models.tokenizer()(text)["input_ids"]
     assert got["count"] == len(got["tokens"]) == len(got["token_strs"])
     assert httpx.post(f"{url}/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": text}
-    chat = httpx.post(f"{url}/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
-    assert chat["tokens"] == tiny_models.tokenizer()("<user>Hi<assistant>")["input_ids"]
+    for fields, prompt in (
+        ({}, "<user>Hi<assistant>"),
+        ({"add_generation_prompt": False}, "<user>Hi"),
+        ({"chat_template_kwargs": {"mood": "(kind)"}}, "<user>Hi<assistant>(kind)"),
+    ):
+        body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
+        counted = httpx.post(f"{url}/tokenize", json=body).json()
+        assert counted["tokens"] == tiny_models.tokenizer()(prompt)["input_ids"]
+        chat = httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+        assert chat["usage"]["prompt_tokens"] == counted["count"]
     refused = httpx.post(f"{url}/detokenize", json={"tokens": [tiny_models.VOCAB_SIZE]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 

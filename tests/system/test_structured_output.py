@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
+import openai
 import pydantic
 import pytest
 
@@ -43,6 +44,46 @@ def test_the_official_client_parses_what_comes(worker: HttpWorker) -> None:
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, Person)
+
+
+class Answer(pydantic.BaseModel, extra="forbid"):
+    language: Literal["python", "c"]
+    good: bool
+
+
+TOOLS = [openai.pydantic_function_tool(Answer), openai.pydantic_function_tool(Person)]
+NAMED = {"type": "function", "function": {"name": "Answer"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_the_official_client_gets_calls_of_tools(worker: HttpWorker, choice: Any, reason: str, stream: bool) -> None:
+    """As instructor, pydantic-ai and langchain ask for a structure; its stream puts the pieces together."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Which?"}],
+        "tools": TOOLS,
+        "seed": 1,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
+    chats = worker.client().chat.completions
+    if stream:
+        with chats.stream(**asked) as events:
+            answer: Any = events.get_final_completion()
+    else:
+        answer = chats.parse(**asked)
+    (one,) = answer.choices
+    (call,) = one.message.tool_calls
+    assert (one.finish_reason, one.message.content) == (reason, None)
+    parsed = call.function.parsed_arguments
+    assert isinstance(parsed, Answer if choice == NAMED else (Answer, Person))
+    assert call.function.name == type(parsed).__name__
+    history = [*asked["messages"], one.message.model_dump(exclude={"parsed"}), {"role": "tool", "content": "Yes."}]
+    history[-1]["tool_call_id"] = call.id
+    after = chats.create(**(asked | {"messages": history, "tool_choice": "none", "max_tokens": 2}))
+    assert after.choices[0].message.tool_calls is None
 
 
 def test_both_edges_write_the_same(worker: HttpWorker) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 
 import pytest
 
-from speclen.worker.http.chat import render, to_dict
+from speclen.worker.http.chat import render
 from speclen.worker.http.errors import ApiError
-from speclen.worker.http.schema import Message
+from speclen.worker.http.schema import ChatRequest
 from tests.support import tiny_models
 
 STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
@@ -28,10 +30,10 @@ KNOWN_ROLES = (
 SYSTEM_AND_USER = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
 
 
-def prompt(template: str, *messages: dict[str, Any], **extra: Any) -> str:
-    conversation = [to_dict(Message.model_validate(message)) for message in messages]
-    options = {"chat_template": template, "add_generation_prompt": False}
-    return render(tiny_models.tokenizer(), options, extra, conversation)
+def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:
+    """The prompt of a chat with these fields."""
+    body = ChatRequest.model_validate({"messages": [*messages], "add_generation_prompt": False} | fields)
+    return render(tiny_models.tokenizer(), body.messages, body, template)
 
 
 @pytest.mark.parametrize("template", [STRINGS, PARTS, MIXED, CONCATENATING, KNOWN_ROLES])
@@ -44,15 +46,13 @@ def test_texts_reach_the_prompt_whatever_form_the_template_reads(template):
 @pytest.mark.parametrize("template", [KNOWN_ROLES, "{{ messages[0].content }}", "no messages at all"])
 def test_a_text_that_does_not_reach_the_prompt_is_an_error(template):
     """Also where it happens to stand in the prompt: 'e' does."""
-    with pytest.raises(ApiError, match=r"messages\.\d: .* leaves out the text of .* role 'developer'") as told:
-        prompt(
-            template, *[SYSTEM_AND_USER[0]] * (template != "no messages at all"), {"role": "developer", "content": "e"}
-        )
+    with pytest.raises(ApiError, match=r"messages\.\d: .* leaves out the text of .* role 'critic'") as told:
+        prompt(template, *[SYSTEM_AND_USER[0]] * (template != "no messages at all"), {"role": "critic", "content": "e"})
     assert (told.value.status, told.value.param) == (400, "messages")
 
 
 def test_nothing_is_missed_of_empty_messages_and_beside_calls_of_tools():
-    called = {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "1"}]}
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call("{}")]}
     assert prompt(KNOWN_ROLES, called, {"role": "tool"}, {"role": "user", "content": "Hi"}) == "<user>Hi"
 
 
@@ -85,4 +85,104 @@ def test_what_goes_wrong_inside_a_template_is_one_sentence(template, reason):
 
 def test_variables_of_the_call_itself_may_not_be_set():
     with pytest.raises(ApiError, match="chat_template_kwargs may not set tokenize"):
-        prompt(STRINGS, *SYSTEM_AND_USER, tokenize=True)
+        prompt(STRINGS, *SYSTEM_AND_USER, chat_template_kwargs={"tokenize": True})
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (KNOWN_ROLES, "system"),
+        (STRINGS, "system"),  # it takes any role, but the model was not trained on this one
+        (KNOWN_ROLES.replace("'system'", "'developer'"), "developer"),
+    ],
+)
+def test_a_developer_speaks_as_the_system_where_the_template_does_not_know_the_role(template, role):
+    assert prompt(template, {"role": "developer", "content": "Be short."}) == f"<{role}>Be short."
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }}("
+    "{% for name, value in c.function.arguments | items %}{{ name }}={{ value | tojson }}{% endfor %})"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"a": ["é", 1]}', 'call_1 add(a=["é", 1]){"a": ["é", 1]}'),
+        ({"a": 1}, 'call_1 add(a=1){"a": 1}'),
+        ("", "call_1 add(){}"),
+        (None, "call_1 add(){}"),
+    ],
+)
+def test_arguments_of_earlier_calls_reach_the_template_as_an_object(arguments, text):
+    assert prompt(CALLS, {"role": "assistant", "tool_calls": [call(arguments)]}) == text
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null"])
+def test_arguments_that_are_no_object_stay_what_they_were(arguments):
+    told = {"role": "assistant", "tool_calls": [call(arguments)]}
+    assert prompt("{{ messages[0].tool_calls[0].function.arguments }}", told) == arguments
+    with pytest.raises(ApiError, match="Can only get item pairs from a mapping"):
+        prompt(CALLS, told)
+
+
+def test_fields_that_are_null_are_not_there_for_the_template():
+    """SDKs send messages back with every field that they know."""
+    template = "{{ 'tool_calls' in messages[0] or 'audio' in messages[0] }}{{ messages[0].content }}"
+    sent = {"role": "assistant", "content": "Hi", "audio": None, "refusal": None}
+    assert prompt(template, sent | {"tool_calls": None}) == "FalseHi"
+    assert prompt(template, sent | {"tool_calls": []}) == "FalseHi"
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+VARIABLES = (
+    "{{ reasoning_effort }} {{ enable_thinking }} {{ tools | tojson if tools else '' }}{{ messages[0].content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "  Hi"),
+        ({"reasoning_effort": "low"}, "low True Hi"),
+        ({"reasoning_effort": "none"}, "none False Hi"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "low False Hi"),
+        ({"tools": [TOOL], "tool_choice": "required"}, f"  {json.dumps([TOOL])}Hi"),
+        ({"tools": [TOOL], "tool_choice": "none"}, "  Hi"),
+    ],
+)
+def test_the_template_gets_the_effort_and_the_tools(fields, text):
+    assert prompt(VARIABLES, {"role": "user", "content": "Hi"}, **fields) == text
+
+
+@pytest.mark.parametrize(
+    ("own", "tools", "text"),
+    [
+        ("own {{ messages[0].content }}", [], "own Hi"),
+        ({"default": "d {{ messages[0].content }}", "rag": "r"}, [], "d Hi"),
+        ({"default": "d", "tool_use": "t {{ messages[0].content }}"}, [TOOL], "t Hi"),
+        (
+            {"rag": "r", "tool_use": "t"},
+            [],
+            "has the chat templates rag, tool_use and no default: start the worker with",
+        ),
+        (None, [], "has no chat template: use /v1/completions, or start the worker with --chat-template"),
+    ],
+)
+def test_the_tokenizers_own_template(own, tools, text):
+    tokenizer = copy.deepcopy(tiny_models.tokenizer())
+    tokenizer.chat_template = own
+    messages = [{"role": "user", "content": "Hi"}]
+    body = ChatRequest.model_validate({"messages": messages, "tools": tools, "add_generation_prompt": False})
+    if text.endswith("Hi"):
+        assert render(tokenizer, body.messages, body, None) == text
+        return
+    with pytest.raises(ApiError, match=text) as told:
+        render(tokenizer, body.messages, body, None)
+    assert told.value.code == "no_chat_template"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from speclen.transport.credentials import Keyring
 from speclen.worker.http.app import Front, create_app
-from speclen.worker.http.guard import Guard
+from speclen.worker.http.errors import ApiError
+from speclen.worker.http.guard import Guard, allow_origins
+from speclen.worker.http.schema import CompletionRequest
+from speclen.worker.http.translate import check_supported
 from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
@@ -33,7 +37,13 @@ class BusyEncoder:
 class Edge:
     """Guard and routes before an engine that is busy and never reached. expected_wait_s: of its admission queue."""
 
-    def __init__(self, keyring: Keyring | None = None, expected_wait_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        keyring: Keyring | None = None,
+        expected_wait_s: float = 0.0,
+        origins: Sequence[str] = (),
+        model: str = "tiny",
+    ) -> None:
         registry = CollectorRegistry()
         self.metrics = RequestMetrics(SimpleNamespace(registry=registry))
         admission = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
@@ -45,15 +55,15 @@ class Edge:
             max_sequence_tokens=256,
             engine=SimpleNamespace(pair=pair),
         )
-        app = create_app(Front(engine, "tiny", registry))
-        self.app = Guard(app, keyring, self.metrics.refuse, body_timeout_s=0.05)
+        app = create_app(Front(engine, model, registry))
+        self.app = allow_origins(Guard(app, keyring, self.metrics.refuse, body_timeout_s=0.05), origins)
         self.registry = registry
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-                return await client.request(method, path, **request)
+            async with httpx.AsyncClient(transport=transport) as client:
+                return await client.request(method, f"http://worker{path}", **request)
 
         return asyncio.run(send())
 
@@ -124,3 +134,78 @@ def test_a_body_that_cannot_be_read_is_told_why(content, headers, status, words)
     answer = Edge().ask("POST", "/v1/completions", content=content, headers=JSON | headers)
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "model"),
+    [
+        *((path, 200, None) for path in ("/v1/models", "/v1/models/", "//v1/models", "/v1//models//")),
+        *((path, 200, "/data/llama/") for path in ("/v1/models//data/llama/", "/v1/models/%2Fdata%2Fllama%2F")),
+        ("/v1/models//data/llama", 404, "/data/llama/"),
+    ],
+)
+def test_doubled_slashes_and_one_at_the_end_do_not_matter_but_in_names_of_models(path, status, model):
+    answer = Edge(model=model or "tiny").ask("GET", path)
+    assert answer.status_code == status
+    assert status != 200 or (answer.json()["id"] == model if model else answer.json()["object"] == "list")
+
+
+def test_a_body_reaches_its_route_at_a_path_with_a_slash_too_many():
+    assert Edge().ask("POST", "//v1/completions/", json={"prompt": "a", "model": "gpt-9"}).status_code == 404
+    assert Edge().ask("POST", "//v1/completions/", json={}).json()["error"]["param"] == "prompt"
+
+
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-a",
+}
+PAGE = "https://chat.example:8443"
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [((PAGE,), PAGE), (("*",), "*"), (("https://a.example", PAGE), PAGE)])
+def test_a_page_of_an_allowed_origin_may_call_and_its_preflight_needs_no_key(origins, allowed):
+    edge = Edge(Keyring(["0123456789abcdef"]), origins=origins)
+    preflight = edge.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT | {"Origin": PAGE})
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, allowed)
+    assert preflight.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+    assert "access-control-allow-credentials" not in preflight.headers
+    for headers, status in (({}, 401), ({"Authorization": "Bearer 0123456789abcdef"}, 200)):
+        answer = edge.ask("GET", "/v1/models", headers=headers | {"Origin": PAGE})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, allowed)
+
+
+@pytest.mark.parametrize(("origins", "status"), [((), 405), (("https://a.example",), 400)])
+def test_other_pages_may_not_call(origins, status):
+    edge = Edge(origins=origins)
+    preflight = edge.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT | {"Origin": PAGE})
+    assert preflight.status_code == status
+    answer = edge.ask("GET", "/v1/models", headers={"Origin": PAGE})
+    assert "access-control-allow-origin" not in preflight.headers.keys() | answer.headers.keys()
+
+
+NEUTRAL = {"best_of": 2, "n": 2, "function_call": "auto", "tools": []}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (NEUTRAL, None),
+        (NEUTRAL | {"best_of": 3}, "best_of"),
+        (NEUTRAL | {"n": 1}, "best_of"),
+        (NEUTRAL | {"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+def test_fields_that_select_nothing_are_allowed(fields, param):
+    body = CompletionRequest.model_validate({"prompt": "a"} | fields)
+    if param is None:
+        check_supported(body)
+        return
+    with pytest.raises(ApiError) as told:
+        check_supported(body)
+    assert (told.value.status, told.value.param) == (400, param)
+
+
+def test_tokenize_refuses_what_a_chat_would():
+    body = {"messages": [{"role": "user", "content": "Hi"}], "continue_final_message": True}
+    answer = Edge().ask("POST", "/tokenize", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from speclen.worker.http.schema import ChatRequest, NamedTool, Sampling
+from speclen.worker.http.tools import CallReader, is_forced
 from speclen.worker.http.translate import Job
 from speclen.worker.requests.detokenize import REPLACEMENT, Decode, make_decode, make_token_bytes
-from speclen.worker.requests.request import SequenceOutput, TokenLogprobs, by_sequence, joined
+from speclen.worker.requests.request import FinishReason, SequenceOutput, TokenLogprobs, by_sequence, joined
 
 TokenBytes = Callable[[int], bytes | None]
 LEAST = -9999.0  # JSON has no -inf, nor NaN
@@ -20,13 +22,17 @@ MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some millisecon
 
 @dataclass(slots=True)
 class Choice:
-    """An output. offset: characters of its tokens, each decoded alone. told_prompt: True once prompt ids were sent."""
+    """An output. offset: characters of its tokens, each decoded alone. told_prompt: True once prompt ids were sent.
+
+    calls: where the output must be tool calls.
+    """
 
     index: int
     outputs: list[SequenceOutput] = field(default_factory=list)  # of an answer that is one object
     offset: int = 0
     told_prompt: bool = False
     last: SequenceOutput | None = None
+    calls: CallReader | None = None
 
 
 @dataclass(slots=True)
@@ -75,9 +81,10 @@ class Answer:
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
         self._decode = make_decode(tokenizer, skip_special_tokens=False)
+        self._name = token_id_name if job.body.return_tokens_as_token_ids else self._decode
         self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
-        self._choices = [Choice(index) for index in range(job.n * len(job.requests))]
+        self._choices = [Choice(index, calls=call_reader(job.body)) for index in range(job.n * len(job.requests))]
         self._statistics = SpeculationStatistics()
         self._wants_logprobs = job.requests[0].sampling.logprobs is not None
         options = job.body.stream_options
@@ -106,8 +113,11 @@ class Answer:
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         output = joined(choice.outputs)
-        if self.job.chat:
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": output.text}}
+        if choice.calls is not None:
+            calls = whole_calls(choice.calls, output.text)
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": None, "tool_calls": calls}}
+        elif self.job.chat:
+            content = {"message": {"role": "assistant", "content": output.text}}
         else:
             content = {"text": output.text} | self._prompt_once(choice)
         return self._common(choice, output) | content
@@ -118,7 +128,8 @@ class Answer:
         """Chunks before the first token: in a chat, the role."""
         if self.job.chat:
             for choice in self._choices:
-                begun = self._common(choice, None) | {"delta": {"role": "assistant", "content": ""}}
+                text = "" if choice.calls is None else None
+                begun = self._common(choice, None) | {"delta": {"role": "assistant", "content": text}}
                 yield self._chunk([begun]) | self._prompt_once(self._choices[0])
 
     def chunks(self, outputs: Sequence[SequenceOutput]) -> Iterator[dict[str, Any]]:
@@ -129,7 +140,15 @@ class Answer:
             if not (output.text or output.finish_reason or (output.token_ids and wants_ids)):
                 continue  # an unfinished character
             choice, text = choices[output.request_id, output.index], output.text
-            content = {"delta": {"content": text}} if self.job.chat else {"text": text} | self._prompt_once(choice)
+            if choice.calls is not None:
+                calls = choice.calls.read(text)
+                if not (calls or output.finish_reason or wants_ids):
+                    continue  # what stands between the calls
+                content: dict[str, Any] = {"delta": {"tool_calls": calls} if calls else {}}
+            elif self.job.chat:
+                content = {"delta": {"content": text}}
+            else:
+                content = {"text": text} | self._prompt_once(choice)
             yield self._chunk([self._common(choice, output) | content])
 
     def end(self) -> Iterator[dict[str, Any]]:
@@ -169,12 +188,17 @@ class Answer:
         fields: dict[str, Any] = {
             "index": choice.index,
             "logprobs": None if output is None else self._logprobs(choice, output),
-            "finish_reason": None if reason is None else reason.value,
+            "finish_reason": None if reason is None else self._finish_reason(reason),
             "stop_reason": None if output is None else self._stop_reason(output),
         }
         if self.job.body.return_token_ids:
             fields["token_ids"] = [] if output is None else list(output.token_ids)
         return fields
+
+    def _finish_reason(self, reason: FinishReason) -> str:
+        """As OpenAI has it: "tool_calls" where the model chose the functions, "stop" where the caller named one."""
+        called = reason is FinishReason.STOP and getattr(self.job.body, "tool_choice", None) == "required"
+        return "tool_calls" if called else reason.value
 
     def _prompt_once(self, choice: Choice) -> dict[str, Any]:
         """The ids of the choice's prompt, if wanted and not sent yet; in a chat once, for the first choice."""
@@ -193,8 +217,8 @@ class Answer:
         if not self._wants_logprobs or not output.token_ids:
             return None
         if self.job.chat:
-            return chat_logprobs(output.token_ids, output.logprobs, self._decode, self._token_bytes)
-        shape = completion_logprobs(output.token_ids, output.logprobs, self._decode, choice.offset)
+            return chat_logprobs(output.token_ids, output.logprobs, self._decode, self._token_bytes, self._name)
+        shape = completion_logprobs(output.token_ids, output.logprobs, self._name, choice.offset)
         choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
         return shape
 
@@ -228,16 +252,41 @@ def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
     return entries
 
 
+def token_id_name(ids: Sequence[int]) -> str:
+    """The name of one token that is also unique where tokens have the same text, as in vLLM."""
+    return f"token_id:{ids[0]}"
+
+
+def call_reader(body: Sampling) -> CallReader | None:
+    """Reader of an output that must be tool calls; else None."""
+    if not isinstance(body, ChatRequest) or not is_forced(body):
+        return None
+    return CallReader(body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None)
+
+
+def whole_calls(reader: CallReader, text: str) -> list[dict[str, Any]]:
+    """The calls in a whole output, as they stand in a message."""
+    return [{name: value for name, value in call.items() if name != "index"} for call in reader.read(text)]
+
+
 def chat_logprobs(
-    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, token_bytes: TokenBytes
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    decode: Decode,
+    token_bytes: TokenBytes,
+    name: Decode | None = None,
 ) -> dict[str, Any]:
-    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several."""
+    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several.
+
+    name: of a token, if not its text.
+    """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])
         known = token_bytes(token) if REPLACEMENT in text else None
         told = text.encode("utf-8", errors="replace") if known is None else known
-        return {"token": text, "logprob": finite(logprob), "bytes": list(told)}
+        named = text if name is None else name([token])
+        return {"token": named, "logprob": finite(logprob), "bytes": list(told)}
 
     return {
         "content": [

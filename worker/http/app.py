@@ -22,13 +22,16 @@ from speclen.worker.http.errors import MAX_PART, STATUSES, ApiError, ErrorAnswer
 from speclen.worker.http.guard import CALLER, JsonRoute
 from speclen.worker.http.responses import JobResponse, error_response, json_response, refusal
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
-from speclen.worker.http.translate import Job, chat_job, completion_job
+from speclen.worker.http.translate import Job, chat_job, check_supported, completion_job
 from speclen.worker.requests.request import RefusedError
 from speclen.worker.service.async_engine import AsyncEngine
 
 DESCRIPTION = "OpenAI-compatible front of a speclen worker. Every path wants the API key, if the worker has one."
 # Fields of the body that the answer needs once its job is made.
-NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
+NEEDED = {
+    *("model", "stream", "stream_options", "n", "include_metrics", "return_token_ids", "return_tokens_as_token_ids"),
+    "tool_choice",
+}
 FIELDS = ("prompt", "messages", "tokens")  # with whose name an error's message may begin
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
@@ -119,10 +122,10 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
         caller = caller_of(request)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
+        check_supported(body)
         text = body.prompt or ""
         if body.messages is not None:
-            add_prompt = body.add_generation_prompt is not False
-            text = await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
+            text = await chat_prompt(engine, caller, body.messages, body, front.chat_template)
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
         strings = await encoder.strings(tokens, caller) if body.return_token_strs else None

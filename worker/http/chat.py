@@ -2,67 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import json
 import re
 import uuid
 from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
 from speclen.worker.http.errors import ApiError
-from speclen.worker.http.schema import Message
+from speclen.worker.http.schema import ChatPrompt, Message, ToolCall
 from speclen.worker.service.async_engine import AsyncEngine
 
 Conversation: TypeAlias = list[dict[str, Any]]
 Fill: TypeAlias = Callable[[Conversation], str]
 
 MARK = uuid.uuid4().hex  # no template has it
+DEVELOPER = re.compile(r"""(["'])developer\1""")  # in templates that know the role
 MAX_REASON = 200  # characters of a template's own words in an error
 
 
 async def chat_prompt(
-    engine: AsyncEngine,
-    caller: str,
-    messages: list[Message],
-    template: str | None,
-    add_prompt: bool,
-    extra: dict[str, Any],
+    engine: AsyncEngine, caller: str, messages: list[Message], body: ChatPrompt, template: str | None
 ) -> str:
     """Text of the prompt. template: replaces the tokenizer's.
 
     Raises ApiError without a template, or if it refuses; QueueFullError when too many wait.
     """
-    tokenizer = engine.admission.encoder.tokenizer
-    if template is None and not tokenizer.chat_template:
-        raise ApiError(
-            400,
-            "the model's tokenizer has no chat template: use /v1/completions, or start the worker with --chat-template",
-            "messages",
-            "no_chat_template",
-        )
-    options = {"chat_template": template, "add_generation_prompt": add_prompt}
-    conversation = [to_dict(message) for message in messages]
     # In a thread, since a template is a program that runs over the whole conversation.
-    return await engine.admission.templates.do(caller, render, tokenizer, options, extra, conversation)
+    return await engine.admission.templates.do(
+        caller, render, engine.admission.encoder.tokenizer, messages, body, template
+    )
 
 
-def to_dict(message: Message) -> dict[str, Any]:
-    """A message with its content as one string, which most templates expect."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.said for part in content or ())
-    return {**(message.model_extra or {}), "role": message.role, "content": text or message.refusal or ""}
+def render(tokenizer: Any, messages: list[Message], body: ChatPrompt, template: str | None) -> str:
+    """Text of the prompt, with the text of every message.
 
-
-def render(tokenizer: Any, options: dict[str, Any], extra: dict[str, Any], conversation: Conversation) -> str:
-    """Text of the prompt, with the text of every message. options: of apply_chat_template; extra: the caller's.
-
-    Raises ApiError where the template refuses or leaves one out.
+    Raises ApiError where there is no template, or it refuses, or leaves a message out.
     """
+    extra = body.chat_template_kwargs or {}
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if taken := reserved & extra.keys():
         raise ApiError(400, f"chat_template_kwargs may not set {', '.join(sorted(taken))}", "chat_template_kwargs")
+    tools = [] if body.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    text = template or own_template(tokenizer, bool(tools))
+    options: dict[str, Any] = {"chat_template": text, "add_generation_prompt": body.add_generation_prompt is not False}
+    if tools:
+        options["tools"] = tools
+    if (effort := body.reasoning_effort) is not None:  # as vLLM does
+        options |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    conversation = [to_dict(message, bool(DEVELOPER.search(text))) for message in messages]
     fill = functools.partial(filled, tokenizer, options | extra)
     return fill(formed(fill, conversation))
+
+
+def own_template(tokenizer: Any, has_tools: bool) -> str:
+    """The tokenizer's template. Raises ApiError if it has none, or several and no default."""
+    known, way_out = tokenizer.chat_template, "start the worker with --chat-template"
+    if not known:
+        words = f"the model's tokenizer has no chat template: use /v1/completions, or {way_out}"
+        raise ApiError(400, words, "messages", "no_chat_template")
+    if isinstance(known, dict) and "default" not in known and not (has_tools and "tool_use" in known):
+        words = (
+            f"the model has the chat templates {', '.join(known)} and no default: {way_out} and one of them in a file"
+        )
+        raise ApiError(400, words, "messages", "no_chat_template")
+    return str(tokenizer.get_chat_template(None, [{}] if has_tools else None))
+
+
+def to_dict(message: Message, knows_developer: bool) -> dict[str, Any]:
+    """A message as most templates expect it: its content as one string, and arguments of calls as objects.
+
+    knows_developer: False where the template takes what a developer says only as the system's.
+    """
+    content = message.content
+    text = content if isinstance(content, str) else "\n".join(part.said for part in content or ())
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    given = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    calls = {"tool_calls": [call_as_dict(call) for call in message.tool_calls]} if message.tool_calls else {}
+    return given | {"role": role, "content": text or message.refusal or ""} | calls
+
+
+def call_as_dict(call: ToolCall) -> dict[str, Any]:
+    """A call with its arguments as an object. Arguments that are no object of JSON stay the text that they are."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    function = call.function.model_dump(exclude_unset=True) | {"arguments": arguments}
+    return call.model_dump(exclude={"function"}) | {"function": function}
 
 
 def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) -> str:

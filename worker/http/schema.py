@@ -14,6 +14,7 @@ from speclen.worker.requests.validation import MAX_ENTRIES, MAX_SEED, MAX_STOP_S
 MAX_PROMPTS = 64  # in one request
 MAX_PARTS = 1024  # of a message's content
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 MAX_COUNT = 2**31 - 1
 
 # Lists fail at their first error: millions of wrong items would give as many complaints.
@@ -99,6 +100,7 @@ class Sampling(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     return_token_ids: bool | None = Field(None, description="Add token_ids to choices, and prompt_token_ids once.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens `token_id:N` in log probabilities.")
     # Our own.
     speculation: Annotated[int, Field(ge=0, le=64)] | Literal["auto", "off"] | None = Field(
         None, description="Draft tokens per step for this request; auto: the learned table decides."
@@ -148,32 +150,75 @@ class Part(Body):
         return self
 
 
+class FunctionCall(Body):
+    name: str
+    arguments: str | dict[str, Any] | None = Field(None, description="An object, or one as JSON.")
+
+
+class ToolCall(Body):
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     refusal: str | None = Field(None, description="An assistant's, in place of content.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object. Default: no parameters.")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
 
 
 Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatRequest(Sampling):
+class ChatPrompt(Body):
+    """Fields that decide what the chat template makes of the messages."""
+
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that take it, or enable_thinking."
+    )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="With tools: none, required, or one of them. Default auto, which is not served."
+    )
+
+
+class ChatRequest(ChatPrompt, Sampling):
     messages: Messages
     max_completion_tokens: Positive | None = Field(None, description="In place of max_tokens.")
     logprobs: bool | None = Field(None, description="Log probabilities of the tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="With logprobs.")
-    add_generation_prompt: bool | None = Field(None, description="Default true.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+    parallel_tool_calls: bool | None = Field(None, description="False: one call at most. Default true.")
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ChatPrompt):
     """Either a prompt, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -187,12 +232,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
     "bad_words": (None, []),
-    "best_of": (None, 1),
+    "best_of": (None, 1),  # or n
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
     "echo": (None, False),
-    "function_call": (None, "none"),
+    "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_choice": (None,),
     "guided_grammar": (None,),

@@ -9,7 +9,8 @@ from typing import Any
 
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError
-from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
+from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, Body, ChatRequest, CompletionRequest, Sampling
+from speclen.worker.http.tools import from_tools
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
 from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, check_answer_size
 from speclen.worker.service.async_engine import AsyncEngine
@@ -49,9 +50,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
     check_supported(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    extra = body.chat_template_kwargs or {}
-    add_prompt = body.add_generation_prompt is not False
-    text = await chat_prompt(engine, caller, body.messages, template, add_prompt, extra)
+    text = await chat_prompt(engine, caller, body.messages, body, template)
     prompts = [await encode(text, False, engine, caller, "messages")]
     wanted = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -61,6 +60,8 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
 def structured_output(body: Sampling) -> StructuredOutput | None:
     """None for any output. Raises ApiError for two constraints, or an empty one."""
     asked = from_response_format(body) + from_structured_outputs(body)
+    if isinstance(body, ChatRequest):
+        asked += from_tools(body)
     if len(asked) > 1:
         names = " and ".join(one.field for one in asked)
         raise ApiError(400, f"{names} are given: leave one of them", asked[0].field.partition(".")[0])
@@ -101,11 +102,13 @@ def from_structured_outputs(body: Sampling) -> list[StructuredOutput]:
     ]
 
 
-def check_supported(body: Sampling) -> None:
+def check_supported(body: Body) -> None:
     """Raises ApiError for unsupported fields, and for options of a stream without one."""
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, Sampling) and body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     for name, value in (body.model_extra or {}).items():
+        if name == "best_of" and value == getattr(body, "n", None):
+            continue  # the best n of n
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             way_out = INSTEAD.get(name, "leave it out")
             raise ApiError(400, f"{name} is not supported by this server: {way_out}", name, "unsupported_parameter")
