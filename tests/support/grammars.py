@@ -24,6 +24,8 @@ def matching() -> Any:
 def prepare(kind: str, wanted: Any) -> Grammar:
     """wanted: words, or what JSON makes of it."""
     text = wanted if isinstance(wanted, str) else json.dumps(wanted)
-    matcher = trial.make_matcher(matching(), source.source(StructuredOutput(kind, text, "")))
+    matcher = trial.make_matcher(
+        matching(), source.source(StructuredOutput(kind, text, "" if kind == "json_schema" else None))
+    )
     assert not matcher.is_error(), matcher.get_error()
     return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])

@@ -40,8 +40,8 @@ def chat(**fields: Any) -> ChatRequest:
         ({"tool_choice": "required"}, "calls", BOTH),
         ({"tool_choice": "required", "parallel_tool_calls": True}, "calls", BOTH),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "call", BOTH),
-        ({"tool_choice": named("add")}, "json_schema", SCHEMA),
-        ({"tool_choice": named('s"ay'), "parallel_tool_calls": False}, "json_schema", EMPTY),
+        ({"tool_choice": named("add")}, "arguments", SCHEMA),
+        ({"tool_choice": named('s"ay'), "parallel_tool_calls": False}, "arguments", EMPTY),
     ],
 )
 def test_a_forced_call_is_a_constraint_on_the_output(fields: dict[str, Any], kind: str, wanted: Any) -> None:

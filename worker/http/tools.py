@@ -47,7 +47,7 @@ def from_tools(body: ChatRequest) -> list[StructuredOutput]:
         raise ApiError(
             400, f"tool_choice names {choice.function.name[:64]!r}, which tools does not have", "tool_choice"
         )
-    return [StructuredOutput("json_schema", json.dumps(arguments_schema(named[0])), field="tools")]
+    return [StructuredOutput("arguments", json.dumps(arguments_schema(named[0])), field="tools")]
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:

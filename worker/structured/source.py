@@ -23,15 +23,17 @@ NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dep
 VALUES = ("const", "enum", "default", "examples")  # keywords whose value holds no schema
 # oneOf is only supported where the branches provably exclude one another, which tags with a default do not.
 OPTIONS: dict[str, Any] = {"coerce_one_of": True}
+# As models were trained to write arguments, and without the whitespace in which small ones lose themselves.
+OF_ARGUMENTS = OPTIONS | {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """Constraint of an output, as the caller wrote it.
 
-    kind: "json_schema", "regex", "choice" (text: a JSON list of strings), "grammar" (Lark), or "calls" (text: a JSON list of
-    pairs, the name of a function and the schema of its arguments), "call" (at most one of these). whitespace: None for any
-    between the parts of JSON, "" for none, else a regex of it. field: name for errors.
+    kind: "json_schema", "regex", "choice" (text: a JSON list of strings), "grammar" (Lark); "calls" (text: a JSON list of
+    pairs, the name of a function and the schema of its arguments), "call" (one of these), "arguments" (text: their schema).
+    whitespace: None for any between the parts of JSON, "" for none, else a regex of it. field: name for errors.
     """
 
     kind: str
@@ -60,7 +62,7 @@ def source(wanted: StructuredOutput) -> str:
     if wanted.kind == "choice":
         return str(LLMatcher.grammar_from_lark(choice_grammar(wanted)))
     try:
-        if wanted.kind == "json_schema":
+        if wanted.kind in ("json_schema", "arguments"):
             return json_grammar(wanted)
         assert wanted.kind in ("call", "calls")
         return str(LLMatcher.grammar_from_lark(call_grammar(wanted)))
@@ -83,7 +85,7 @@ def call_grammar(wanted: StructuredOutput) -> str:
     lines = [f'start: "[" call{more} "]"', "call: " + " | ".join(f"call{at}" for at in range(len(functions)))]
     for at, (name, schema) in enumerate(functions):
         begin = json.dumps(call_head(name))
-        arguments = json.dumps(adapted(wanted, schema) | {"x-guidance": OPTIONS})
+        arguments = json.dumps(adapted(wanted, schema) | {"x-guidance": OF_ARGUMENTS})
         lines += [f'call{at}: {begin} arguments{at} "}}"', f"arguments{at}: %json {arguments}"]
     return "\n".join(lines)
 
@@ -99,7 +101,7 @@ def json_grammar(wanted: StructuredOutput) -> str:
     schema = adapted(wanted, read_json(wanted))
     if not isinstance(schema, dict) and schema is not True:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is a JSON schema that nothing fits")
-    options = dict(OPTIONS)
+    options = dict(OF_ARGUMENTS if wanted.kind == "arguments" else OPTIONS)
     if wanted.whitespace == "":
         options["whitespace_flexible"] = False
     elif wanted.whitespace is not None:
