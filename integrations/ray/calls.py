@@ -25,6 +25,9 @@ class ServeCall:
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Serve sends its own, with the first message."""
+
     async def write(self, message: Any) -> None:
         """Returns when the message was taken and the next is asked for: a caller that does not read holds us up."""
         self._messages.put_nowait(message)

@@ -29,10 +29,13 @@ ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 class Served:
-    """An engine that runs, its service on a free port, and a stub."""
+    """An engine that runs, its service, also on a free port, and a stub."""
 
-    def __init__(self, engine: Engine, async_engine: AsyncEngine, metrics: WorkerMetrics, port: int, stub: Any) -> None:
-        self.engine, self.async_engine, self.metrics, self.port, self.stub = engine, async_engine, metrics, port, stub
+    def __init__(
+        self, engine: Engine, parts: tuple[AsyncEngine, WorkerMetrics, GenerationServicer], port: int, stub: Any
+    ) -> None:
+        self.async_engine, self.metrics, self.servicer = parts
+        self.engine, self.port, self.stub = engine, port, stub
 
     def num_slow_readers(self) -> float:
         return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
@@ -62,17 +65,17 @@ def parts_of(
 @contextlib.asynccontextmanager
 async def served(unread_timeout_s: float = 30.0, rows: int = 4) -> AsyncIterator[Served]:
     engine = engines.make_engine(max_batch_size=rows)
-    async_engine, metrics, servicer = parts_of(engine, client(), 8, 0.001, unread_timeout_s)
+    parts = parts_of(engine, client(), 8, 0.001, unread_timeout_s)
     prepare_aio()
     server = aio.server()
-    rpc.add_GenerationServiceServicer_to_server(servicer, server)
+    rpc.add_GenerationServiceServicer_to_server(parts[2], server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     thread = EngineThread()
     thread.start()
     thread.call(engine.run)
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
+        yield Served(engine, parts, port, rpc.GenerationServiceStub(channel))
         engine.stop()
         await server.stop(0.1)
 

@@ -14,6 +14,7 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
+from speclen.integrations.ray.calls import ServeCall
 from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
@@ -48,6 +49,15 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert code == "INVALID_ARGUMENT"
         assert re.search(details, said), said
         assert at.async_engine.num_open == 0
+
+
+async def test_a_call_through_ray_serve_is_answered_as_any_other() -> None:
+    async with served() as at:
+        call = ServeCall(FakeContext(HERE))
+        answers = [
+            one async for one in call.messages(at.servicer.Generate(sampled(max_tokens=2, ignore_eos=True), call))
+        ]
+    assert len(answers[-1].complete.output_ids) == 2
 
 
 @pytest.mark.parametrize("include", [False, True])
