@@ -136,6 +136,10 @@ def test_logprobs_of_completions(worker, client):
     ):
         assert top[token] == pytest.approx(logprob)
         assert max(top.values()) == pytest.approx(logprob)  # greedy
+    named = GREEDY | {"extra_body": GREEDY["extra_body"] | {"return_tokens_as_token_ids": True}}
+    by_id = client.completions.create(prompt=PROMPT, logprobs=3, **named).choices[0]
+    assert by_id.logprobs.tokens == [f"token_id:{token}" for token in got.token_ids]
+    assert by_id.logprobs.token_logprobs == got.logprobs.token_logprobs
     streamed = list(client.completions.create(prompt=PROMPT, logprobs=3, stream=True, **GREEDY))
     offsets = [at for chunk in streamed if chunk.choices[0].logprobs for at in chunk.choices[0].logprobs.text_offset]
     assert offsets == got.logprobs.text_offset

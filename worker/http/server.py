@@ -57,7 +57,7 @@ async def http_front(
         yield f"worker serving {scheme}://{host}:{port}/v1"
 
 
-class Door(socket.socket):
+class Listener(socket.socket):
     """A listening socket that closes new connections while few files are left: without any the process could do nothing."""
 
     _sparse = Sparse(interval_s=60.0)
@@ -160,8 +160,8 @@ async def serving(
     server: HttpServer, bound: socket.socket, on_failure: Callable[[BaseException], None] = lambda error: None
 ) -> AsyncIterator[None]:
     """Serve for the length of the block, and take over the socket. on_failure: called if serving ends before."""
-    door = Door(bound.family, bound.type, bound.proto, bound.detach())
-    task = asyncio.create_task(server.serve(sockets=[door]))
+    listener = Listener(bound.family, bound.type, bound.proto, bound.detach())
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     if task.done():

@@ -15,6 +15,7 @@ from speclen.worker.http.schema import ChatRequest, Function, NamedTool
 from speclen.worker.structured.source import StructuredOutput
 
 CALL_HEAD = re.compile(r'[\[\]}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as of `call_head`
+MARKS = re.compile(r'\\.?|["{}]', re.DOTALL)  # in JSON: an escaped character, an end of a string, a brace
 
 
 def is_forced(body: ChatRequest) -> bool:
@@ -90,18 +91,17 @@ class CallReader:
 
     def _take_arguments(self) -> str:
         """The unread text, or its beginning if the arguments end in it."""
-        end = len(self._unread)
-        for at, character in enumerate(self._unread):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped, self._in_string = character == "\\", character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{}":
-                self._depth += 1 if character == "{" else -1
+        end, begin, self._escaped = len(self._unread), int(self._escaped), False
+        for found in MARKS.finditer(self._unread, begin):
+            mark = found[0]
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\":
+                self._escaped = True  # what it escapes is still to come
+            elif mark in "{}" and not self._in_string:
+                self._depth += 1 if mark == "{" else -1
                 if self._depth == 0:
-                    self._in_arguments, end = False, at + 1
+                    self._in_arguments, end = False, found.end()
                     break
         taken, self._unread = self._unread[:end], self._unread[end:]
         return taken

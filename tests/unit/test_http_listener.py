@@ -11,16 +11,16 @@ from collections.abc import Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from speclen.worker.http.server import Door, num_files, spare_files
+from speclen.worker.http.server import Listener, num_files, spare_files
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with Door(socket.AF_INET, socket.SOCK_STREAM) as door:
-        door.bind(("127.0.0.1", 0))
-        door.listen(64)
-        door.settimeout(5)
-        yield door
+def listener() -> Iterator[Listener]:
+    with Listener(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        listener.settimeout(5)
+        yield listener
 
 
 @pytest.fixture
@@ -34,26 +34,26 @@ def _few_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_few_files")
-def test_connections_are_closed_while_only_spare_files_are_left(door: Door) -> None:
+def test_connections_are_closed_while_only_spare_files_are_left(listener: Listener) -> None:
     with capture_logs() as logs:
         for _ in range(3):
-            with socket.create_connection(door.getsockname(), timeout=5) as client:
+            with socket.create_connection(listener.getsockname(), timeout=5) as client:
                 with pytest.raises(ConnectionAbortedError):
-                    door.accept()
+                    listener.accept()
                 assert client.recv(1) == b""
     (line,) = logs
     assert (line["log_level"], line["limit"]) == ("warning", num_files())
 
 
-def test_connections_are_taken_while_there_are_files(door: Door) -> None:
-    with socket.create_connection(door.getsockname(), timeout=5) as client:
-        accepted, address = door.accept()
+def test_connections_are_taken_while_there_are_files(listener: Listener) -> None:
+    with socket.create_connection(listener.getsockname(), timeout=5) as client:
+        accepted, address = listener.accept()
         with accepted:
             assert address == client.getsockname()
 
 
 def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asyncio logs every error, with a traceback, and tries as many times as connections may wait."""
 
@@ -62,10 +62,10 @@ def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(
 
     monkeypatch.setattr(socket.socket, "accept", fail)
     with pytest.raises(OSError, match="Too many open files"):
-        door.accept()
+        listener.accept()
     for _ in range(3):
         with pytest.raises(BlockingIOError):
-            door.accept()
+            listener.accept()
 
 
 @pytest.mark.parametrize(("limit", "spare"), [(64, 16), (256, 32), (1024, 32), (2**20, 32)])
