@@ -165,8 +165,10 @@ PAGE = "https://chat.example:8443"
 @pytest.mark.parametrize(("origins", "allowed"), [((PAGE,), PAGE), (("*",), "*"), (("https://a.example", PAGE), PAGE)])
 def test_a_page_of_an_allowed_origin_may_call_and_its_preflight_needs_no_key(origins, allowed):
     edge = Edge(Keyring(["0123456789abcdef"]), origins=origins)
-    preflight = edge.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT | {"Origin": PAGE})
+    at_home = {"Access-Control-Request-Private-Network": "true"}
+    preflight = edge.ask("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT | {"Origin": PAGE} | at_home)
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, allowed)
+    assert preflight.headers["access-control-allow-private-network"] == "true"
     assert preflight.headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
     assert "access-control-allow-credentials" not in preflight.headers
     for headers, status in (({}, 401), ({"Authorization": "Bearer 0123456789abcdef"}, 200)):

@@ -114,8 +114,14 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """The app for pages of these web origins, too; "*" for all. Preflights are answered at once, as they bring no key."""
     if not origins:
         return app
-    methods, told = ["GET", "POST"], ["Retry-After"]
-    return CORSMiddleware(app, origins, allow_methods=methods, allow_headers=["*"], expose_headers=told)
+    return CORSMiddleware(
+        app,
+        origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,  # a public page and a worker at home
+        expose_headers=["Retry-After"],
+    )
 
 
 def check_encoding(scope: Scope) -> None:

@@ -181,8 +181,8 @@ class StopStrings:
             self._held = ""
             return text[:start] + stop if self._include else text[:start], stop
         keep = held_length(self._plain.values(), text)
-        first = len(marked) - held_length(self._marked.values(), marked)
-        while first and len(self._without_marks(marked[first:])) < keep:
+        first = len(marked) - max(keep, held_length(self._marked.values(), marked))
+        while len(self._without_marks(marked[first:])) < keep:  # some of the last are marks
             first -= 1
         self._held = marked[first:]
         return self._without_marks(marked[:first]), None
