@@ -124,7 +124,7 @@ def test_arguments_of_earlier_calls_reach_the_template_as_an_object(arguments, t
     assert prompt(CALLS, {"role": "assistant", "tool_calls": [call(arguments)]}) == text
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null"])
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null", r'{"a": "\ud800"}'])
 def test_arguments_that_are_no_object_stay_what_they_were(arguments):
     told = {"role": "assistant", "tool_calls": [call(arguments)]}
     assert prompt("{{ messages[0].tool_calls[0].function.arguments }}", told) == arguments

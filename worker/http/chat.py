@@ -90,6 +90,7 @@ def call_as_dict(call: ToolCall) -> dict[str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
+            json.dumps(parsed, ensure_ascii=False).encode()  # UTF-8 has no half characters
             arguments = parsed if isinstance(parsed, dict) else arguments
     function = call.function.model_dump(exclude_unset=True) | {"arguments": arguments}
     return call.model_dump(exclude={"function"}) | {"function": function}
