@@ -67,9 +67,11 @@ def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
     assert fit_rows(16, context, least, spare=13, budget=budget) == expected
 
 
-def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
-    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
+@pytest.mark.parametrize(("free", "vocab_size"), [(1000, 128), (200_000, 128_256)])
+def test_no_room_for_a_single_row_is_said(free: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row needs its keys and values, 512 bytes a token, and memory for its logits."""
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
+    pair = engines.make_pair("llama", device=torch.device("cuda:0"), vocab_size=vocab_size)
     with pytest.raises(ModelError, match=r"a single sequence of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
         prepare(pair, EngineConfig(max_batch_size=16))
 

@@ -145,6 +145,34 @@ def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, d
             assert tokens[row, : count + 1].tolist() == wanted[row, : count + 1].tolist()
 
 
+def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is() -> None:
+    """Of a hundred tokens about as likely as each other, drafts are drawn among the 64 likeliest. Odds 1 in 10,000."""
+    num_rows, k, kinds = 8_000, 2, [RowSampling(1.0, top_k=90), RowSampling(1.0, top_k=90, key=5)]
+    logits = torch.linspace(0, 1, 100).expand(num_rows, k + 1, 100)
+    for kind in kinds:
+        batch, found = BatchSampling([kind] * num_rows, logits.device), []
+        positions = torch.arange(num_rows)
+        for length in (0, k):
+            rule, ids = (
+                SamplingRule(batch, positions, torch.Generator().manual_seed(3)),
+                torch.zeros(num_rows, 0).long(),
+            )
+            for _ in range(length):
+                ids = torch.cat([ids, rule.propose(logits[:, :1], ids)[:, None]], dim=1)
+            assert not length or ids.min() >= 100 - 64
+            num_accepted, tokens = rule.decide(logits[:, : length + 1], ids, None)
+            assert not length or 0.6 < float(num_accepted.double().mean()) / k < 1
+            found.append(tokens[:, 0])
+        if kind.key is not None:
+            assert torch.equal(*found), "whatever was drafted"
+            continue
+        expected = num_rows * torch.softmax(logits[0, 0, 10:].double(), -1)
+        for tokens in found:
+            counts = torch.bincount(tokens, minlength=100)
+            assert not counts[:10].any()
+            assert float(((counts[10:] - expected) ** 2 / expected).sum()) < 148  # chi-square of 89 degrees of freedom
+
+
 @pytest.mark.parametrize(("length", "ngrams"), [(0, []), (4, []), (0, [1, 2, 3]), (4, [1, 2, 3])])
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"key": 5}])

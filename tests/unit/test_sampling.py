@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from speclen.worker.sampling.noise import exponential, make_key
-from speclen.worker.sampling.verification import accept_matching, acceptance, distribution, recovery
+from speclen.worker.sampling.rules import BatchSampling, RowSampling
+from speclen.worker.sampling.verification import accept_matching, acceptance, recovery
 
 VOCAB = 3
 
@@ -41,14 +42,12 @@ def output_distribution(target: torch.Tensor, draft: torch.Tensor, cap: int | No
         if drawn == 0:
             continue
         allowed = k if cap is None else cap
-        used = draft.clone()
-        used[allowed:] = 0
         accept = acceptance(target[None], draft[None], torch.tensor([ids], dtype=torch.long).view(1, k))[0].tolist()
         for accepted in range(allowed + 1):
             weight = drawn * math.prod(accept[:accepted])
             if accepted < allowed:
                 weight *= 1 - accept[accepted]
-            following = recovery(target[None], used[None], torch.tensor([accepted]))[0]
+            following = recovery(target[None], draft[None], torch.tensor([accepted]), torch.tensor([allowed]))[0]
             following = following / following.sum()
             for token in range(VOCAB):
                 output = (*ids[:accepted], token)
@@ -106,6 +105,10 @@ def test_matching_accepts_the_agreeing_prefix(
     assert accept_matching(ids, torch.tensor([target]), caps).tolist() == [accepted]
 
 
+def probs_of(rows: list[RowSampling], logits: torch.Tensor) -> torch.Tensor:
+    return BatchSampling(rows, logits.device).distribution(logits)
+
+
 def kept_by_hand(probs: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
     """The same cuts, one token at a time."""
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
@@ -128,9 +131,7 @@ def kept_by_hand(probs: list[float], top_k: int, top_p: float, min_p: float) -> 
 def test_cuts_equal_those_made_by_hand(top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(top_k)) * 2
     temperature = torch.tensor([0.7, 1.5])
-    got = distribution(
-        logits, temperature, torch.tensor([top_k] * 2), torch.tensor([top_p] * 2), torch.tensor([min_p] * 2)
-    )
+    got = probs_of([RowSampling(float(each), top_k, top_p, min_p) for each in temperature], logits)
     for row, column in itertools.product(range(2), range(3)):
         probs = torch.softmax(logits[row, column].double() / float(temperature[row]), -1).tolist()
         expected = kept_by_hand(probs, top_k, top_p, min_p)
@@ -140,7 +141,7 @@ def test_cuts_equal_those_made_by_hand(top_k: int, top_p: float, min_p: float) -
 @pytest.mark.parametrize("temperature", [1e-45, 1e-20, 1e-4, 100.0])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = torch.tensor([[[1e4, -1e4, 0.0, 1e4 - 1]]])
-    probs = distribution(logits, torch.tensor([temperature]))
+    probs = probs_of([RowSampling(temperature)], logits)
     assert torch.isfinite(probs).all()
     assert probs.sum().item() == pytest.approx(1)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from speclen.records import PLAIN, OutputEvaluation, StepRecord
+from speclen.worker.backends.torch.recording import is_out_of_memory
 from speclen.worker.engine.outbox import Outbox
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.speculative import LaunchedStep
@@ -18,8 +19,9 @@ from speclen.worker.requests.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
-# Plain steps after one whose proposals failed, else every step might run twice.
-PLAIN_STEPS = 256
+# Plain steps after one whose proposals failed, else every step might run twice; and after one without memory, which some
+# other request may soon give back.
+PLAIN_STEPS, PLAIN_STEPS_WITHOUT_MEMORY = 256, 16
 
 
 class StepExecutor:
@@ -52,8 +54,8 @@ class StepExecutor:
             first, *_ = [self.run(part, time.perf_counter()) for part in parts]
             return first
         if plan.rows and (plan.choice.arm, plan.proposals.arm) != (PLAIN, PLAIN):
-            self.num_plain_steps = PLAIN_STEPS
-            log.exception("proposals for %s failed; %d steps go on without", failed, PLAIN_STEPS)
+            self.num_plain_steps = PLAIN_STEPS_WITHOUT_MEMORY if is_out_of_memory(error) else PLAIN_STEPS
+            log.exception("proposals for %s failed; %d steps go on without", failed, self.num_plain_steps)
             self.run(plan.plainly(), time.perf_counter())
             return None  # the time of two steps
         log.exception("a step of %s failed; their requests end", failed)

@@ -30,6 +30,8 @@ from speclen.worker.models.source import quiet_transformers
 log = logging.getLogger(__name__)
 
 POOL_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory that keys and values may take
+# To choose tokens on a GPU: most bytes per row, place and token of the vocabulary, see tests/unit/test_sampling_cost.py.
+SAMPLING_BYTES = 24
 # Queries and logits per row of the draft's passes: it lacks one token, or two after a fully accepted draft.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
 # Tokens of the longest row in the check of kernels, which read at most 128 keys at once. Triton's interpreter is slow.
@@ -238,13 +240,16 @@ def _spare_tokens(config: EngineConfig) -> int:
 def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_per_token: int) -> tuple[int, int]:
     """Rows and tokens per row, reduced to fit the memory. budget: tokens of KV in memory."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
+    # Tokens of KV that take as much memory as a row's logits, and as choosing its tokens.
+    logit_bytes = (SAMPLING_BYTES + pair.dtype.itemsize) * pair.vocab_size
+    sampling = -(-logit_bytes * (config.max_proposed_tokens + 1) // bytes_per_token)
     spare, gib = config.max_proposed_tokens + _spare_tokens(config), budget * bytes_per_token / 2**30
     if pair.device.type == "cpu":
         # The kernel allocates pages when they are written, so that rows share the memory.
         fitting = wanted[0], min(wanted[1], max(LEAST_CONTEXT, budget - spare))
     else:
         least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
-        fitting = fit_rows(*wanted, least, spare, budget)
+        fitting = fit_rows(*wanted, least, spare + sampling, budget)
         if not fitting[0]:
             raise ModelError(
                 f"a single sequence of {least} tokens needs more than the {gib:.1f} GiB left on {pair.device}: "

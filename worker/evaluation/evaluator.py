@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from speclen.records import MAX_EVALUATIONS, Limits, OutputEvaluation
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows
 from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
 from speclen.worker.requests.sequence import SequenceState
-from speclen.worker.sampling.rules import choices_of, distributions_of
+from speclen.worker.sampling.rules import DRAFT_CANDIDATES, choices_of, distributions_of
 
 log = logging.getLogger(__name__)
 
@@ -185,14 +186,16 @@ class Evaluator:
         sampling, tokens = row.sampling, torch.tensor(row.tokens, device=draft.device)
 
         def chooses(logits: torch.Tensor, place: int) -> torch.Tensor:
-            chosen = choices_of(sampling, logits, place - row.num_prompt_tokens)
+            chosen = choices_of(sampling, logits, place - row.num_prompt_tokens, DRAFT_CANDIDATES)
             return chosen == tokens[place : place + len(logits)]
 
-        def chance(logits: torch.Tensor, place: int) -> torch.Tensor:
-            return distributions_of(sampling, logits).gather(-1, tokens[place : place + len(logits), None])[:, 0]
+        def chance(logits: torch.Tensor, place: int, candidates: int | None = None) -> torch.Tensor:
+            probs = distributions_of(sampling, logits, candidates)
+            return probs.gather(-1, tokens[place : place + len(logits), None])[:, 0]
 
         held, determined = min(row.draft_length, first - 1), _is_determined(row)
-        same = self._of_tokens(draft, row, held, first, stop, 0, chooses if determined else chance)
+        drafted = chooses if determined else partial(chance, candidates=DRAFT_CANDIDATES)
+        same = self._of_tokens(draft, row, held, first, stop, 0, drafted)
         row.draft_length = max(row.draft_length, stop - 1)
         if not determined:
             # Probability that a drawn draft token was accepted as this output token, given the output token.

@@ -90,7 +90,7 @@ class LogitEdits:
 
         Column c follows the row's output and its first `first + c` draft tokens. draft_ids: [n, >= first + columns - 1].
         """
-        logits = logits.float().clone()
+        logits = logits.to(torch.float32, copy=True)
         self._penalise(logits, draft_ids, first)
         present = bisect_left(self._present, len(logits))
         if biased := self._num_biased[present]:
@@ -108,12 +108,14 @@ class LogitEdits:
             return
         rows = self._penalised_rows[:count]
         chosen = logits[rows]
-        counts = self._counts[:count, None] + _drafted(draft_ids[rows], first, chosen.shape[1], chosen.shape[2])
+        counts = _drafted(draft_ids[rows], first, chosen.shape[1], chosen.shape[2]).add_(self._counts[:count, None])
         repetition, presence, frequency = self._settings[:, :count]
-        seen = self._in_prompt[:count, None] | (counts > 0)
-        repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-        chosen = torch.where(seen, repeated, chosen)
-        logits[rows] = chosen - presence * (counts > 0) - frequency * counts
+        in_output = counts > 0
+        # In place: with a large vocabulary these are the largest tensors of a step.
+        factor = torch.where(chosen > 0, 1 / repetition, repetition)
+        chosen.mul_(factor.masked_fill_(~(in_output | self._in_prompt[:count, None]), 1.0))
+        del factor
+        logits[rows] = chosen.sub_(counts.mul_(frequency)).sub_(presence * in_output)
 
 
 def _counts(rows: Sequence[RowEdits]) -> torch.Tensor:
@@ -137,4 +139,4 @@ def _drafted(draft_ids: torch.Tensor, first: int, columns: int, vocab_size: int)
         column = (torch.arange(ids.shape[1], device=ids.device) + 1 - first).clamp_min(0).expand_as(ids)
         row = torch.arange(rows, device=ids.device)[:, None].expand_as(ids)
         counts.index_put_((row, column, ids), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
-    return counts.cumsum(1)
+    return counts.cumsum_(1)

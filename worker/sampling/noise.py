@@ -31,9 +31,22 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     rows = _mix_tensor(keys[:, None] + positions * _signed(_GOLDEN))
     counters = torch.arange(1, (vocab_size + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN)
     bits = _mix_tensor(rows[:, :, None] + counters)
-    halves = torch.stack([bits & _HALF, _shift(bits, 32)], dim=-1).flatten(-2)[..., :vocab_size]
-    uniform = (halves.to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+    found = torch.empty(*positions.shape, 2 * len(counters), device=keys.device)
+    found[..., 0::2] = bits & _HALF
+    found[..., 1::2] = _shift(bits, 32)
+    del bits
+    # In place: with a large vocabulary these are the largest tensors of a step.
+    found.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    return found[..., :vocab_size]
+
+
+def fresh(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Exp(1) variates of the shape of `like`, [..., vocab], float32, positive."""
+    if not like.is_cpu:
+        return torch.empty_like(like).exponential_(generator=generator)
+    # With drawn keys, which takes a fraction of torch's own.
+    keys = torch.empty(like.shape[:-1].numel(), dtype=torch.long).random_(generator=generator).numpy()
+    return torch.from_numpy(exponential_on_host(keys, np.zeros_like(keys), like.shape[-1])).view(like.shape)
 
 
 def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -70,14 +83,15 @@ def _mix_array(value: np.ndarray) -> np.ndarray:
 
 
 def _mix_tensor(value: torch.Tensor) -> torch.Tensor:
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shift(value, 31)
+    """In place."""
+    value.bitwise_xor_(_shift(value, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    value.bitwise_xor_(_shift(value, 27)).mul_(_signed(0x94D049BB133111EB))
+    return value.bitwise_xor_(_shift(value, 31))
 
 
 def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift; torch's is arithmetic."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -15,53 +15,53 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from speclen.worker.sampling import noise
 
-def distribution(
+SORTED_LOGITS = 1 << 23  # at a time: 64 rows of a vocabulary of 128k
+
+
+def truncate_(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Probabilities [rows, columns, vocab], float32, that tokens are drawn from.
+    candidates: int | None = None,
+) -> None:
+    """Set logits [rows, columns, vocab], float32, of tokens that may not be drawn to -inf, in place.
 
-    logits: [rows, columns, vocab]; the others: [rows]. Temperature 0 puts everything on the most likely token. Then the
-    temperature, then the k most likely tokens (0: all), of these the fewest that reach top_p (the one that reaches it
+    The others: [rows]. The k most likely tokens stay (0: all), of these the fewest that reach top_p (the one that reaches it
     included), of these the ones at least min_p times as likely as the most likely one. Ties go to the lower token id.
-    Where the largest logit is NaN or infinite, that counts as temperature 0.
+    candidates: for a draft, whose distribution is free: only so many of the most likely tokens are looked at, and stay.
+    Sorting a large vocabulary takes several times its memory, so it is done for a few columns at a time.
     """
-    logits = logits.float()
-    greedy = (temperature == 0)[:, None, None]
-    # Below 1e-6 the division could overflow; only the most likely token is left anyway.
-    scale = torch.where(greedy, 1.0, temperature[:, None, None].clamp_min(1e-6))
-    largest = logits.amax(-1, keepdim=True)
-    greedy = greedy | ~torch.isfinite(largest)
-    logits = (logits - largest) / scale
     if top_k is not None or top_p is not None:
-        logits = _keep_most_likely(logits, top_k, top_p)
+        num_columns = max(1, SORTED_LOGITS // (len(logits) * logits.shape[-1]))
+        for part in logits.split(num_columns, dim=1):
+            _keep_most_likely_(part, top_k, top_p, candidates)
     if min_p is not None:
-        # The most likely token has logit 0 here.
-        logits = logits.masked_fill(logits < torch.log(min_p)[:, None, None], float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
-    best = torch.zeros_like(probs).scatter_(-1, most_likely(logits)[..., None], 1.0)
-    return torch.where(greedy, best, probs)
+        least = logits.amax(-1, keepdim=True) + torch.log(min_p)[:, None, None]
+        logits.masked_fill_(logits < least, float("-inf"))
 
 
-def _keep_most_likely(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Logits with all but the top_k most likely tokens, and of these the top_p share, at -inf."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+def _keep_most_likely_(
+    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None, candidates: int | None
+) -> None:
+    vocab_size = logits.shape[-1]
+    if candidates is None:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    else:
+        ordered, order = logits.topk(min(candidates, vocab_size), dim=-1)
     if top_k is not None:
-        vocab_size = logits.shape[-1]
         num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None, None]
-        ordered = ordered.masked_fill(torch.arange(vocab_size, device=logits.device) >= num_kept, float("-inf"))
+        ordered.masked_fill_(torch.arange(ordered.shape[-1], device=logits.device) >= num_kept, float("-inf"))
     if top_p is not None:
         probs = torch.softmax(ordered, dim=-1)
-        before = probs.cumsum(-1) - probs
+        before = probs.cumsum(-1).sub_(probs)
         # 1 means all: rounding in the sum must not cut the tail. The first token always stays.
-        cut = (before >= top_p[:, None, None]) & (top_p < 1)[:, None, None]
+        cut = before >= torch.where(top_p < 1, top_p, torch.inf)[:, None, None]
         cut[..., 0] = False
-        ordered = ordered.masked_fill(cut, float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+        ordered.masked_fill_(cut, float("-inf"))
+    logits.fill_(float("-inf")).scatter_(-1, order, ordered)
 
 
 def most_likely(values: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,9 @@ def most_likely(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(wide.numpy().argmax(-1))
 
 
-def choose(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """One token per distribution, drawn by an exponential race: argmax of probs / noise, noise being Exp(1)."""
-    return most_likely(probs / noise)
+def choose(probs: torch.Tensor, exponential: torch.Tensor) -> torch.Tensor:
+    """One token per distribution, drawn by an exponential race: argmax of probs over Exp(1) noise."""
+    return most_likely(probs / exponential)
 
 
 def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: torch.Tensor | None) -> torch.Tensor:
@@ -122,20 +122,23 @@ def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids:
     return (target / draft.clamp_min(torch.finfo(draft.dtype).tiny)).clamp(max=1)
 
 
-def recovery(target_probs: torch.Tensor, draft_probs: torch.Tensor, num_accepted: torch.Tensor) -> torch.Tensor:
+def recovery(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor, num_accepted: torch.Tensor, caps: torch.Tensor | None = None
+) -> torch.Tensor:
     """Distribution [rows, vocab], not normalised, of the token after the accepted prefix: max(0, target - draft).
 
-    draft_probs must be 0 where nothing was drafted, which makes it the target's distribution there, and likewise after
-    the last draft token.
+    It is the target's after a row's last draft token, by its cap, and where draft_probs is 0.
     """
     rows = torch.arange(len(num_accepted), device=num_accepted.device)
     target = target_probs[rows, num_accepted]
     k = draft_probs.shape[1]
     if k == 0:
         return target
-    draft = draft_probs[rows, num_accepted.clamp(max=k - 1)] * (num_accepted < k)[:, None]
-    difference = (target - draft).clamp_min(0)
-    # Where both distributions agree to rounding, the difference may be empty: then use the target's.
+    within = num_accepted < (k if caps is None else caps)
+    draft = draft_probs[rows, num_accepted.clamp(max=k - 1)] * within[:, None]
+    difference = (target - draft).clamp_min_(0)
+    # Where both distributions agree to rounding, the difference may be empty: then use the target's. So too for a draft
+    # whose logits were NaN.
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, target)
 
 
@@ -152,19 +155,13 @@ def verify(
     caps: [rows], drafts beyond which count as not drawn, None for k. Returns the accepted lengths [rows] and the token
     [rows] that follows each. Leviathan et al. 2023, algorithm 1.
     """
-    rows, k = draft_ids.shape
-    within = None
-    if caps is not None:
-        within = _within(caps, k)
-        draft_probs = draft_probs * within[:, :, None]
-    uniform = torch.rand((rows, k), generator=generator, device=draft_ids.device)
+    uniform = torch.rand(draft_ids.shape, generator=generator, device=draft_ids.device)
     accepted = uniform < acceptance(target_probs, draft_probs, draft_ids)
-    if within is not None:
-        accepted &= within
+    if caps is not None:
+        accepted &= _within(caps, draft_ids.shape[1])
     num_accepted = accepted.cumprod(dim=1).sum(dim=1)
-    remaining = recovery(target_probs, draft_probs, num_accepted)
-    noise = torch.empty_like(remaining).exponential_(generator=generator)
-    return num_accepted, choose(remaining, noise)
+    remaining = recovery(target_probs, draft_probs, num_accepted, caps)
+    return num_accepted, choose(remaining, noise.fresh(remaining, generator))
 
 
 def _within(caps: torch.Tensor, k: int) -> torch.Tensor:
