@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ import torch
 from tests.support import engines, tiny_models
 
 pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpretedFunction
 
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
@@ -207,3 +210,41 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.split() == ["True"] * 8, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces Triton's interpreter")
+def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: in a fresh container the time for capturing went to Triton's compiler, and graphs were captured while serving.
+
+    Here a kernel that is compiled when it is launched takes a minute, and capturing may take two.
+    """
+    compiled: set[object] = set()
+    late: list[str] = []
+    passed_s, honest = 0.0, time.monotonic
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        nonlocal passed_s
+        variant = kernel.fn.__name__, *map(specialised, arguments), *sorted(options.items())
+        if variant not in compiled and not warmup:
+            passed_s += 60
+            late.append(kernel.fn.__name__)
+        compiled.add(variant)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(time, "monotonic", lambda: honest() + passed_s)
+    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: fused)
+    monkeypatch.setattr(fused_attention, "SHORT_PLACES", 64)
+    settings = {"max_batch_size": 12, "max_speculation_length": 6, "check_models": False, "record_ahead_s": 120}
+    engine = engines.make_engine(recorder=RerunRecorder(), **settings)
+    assert len({variant[0] for variant in compiled}) == 5, "every kernel"
+    assert not late
+    num_sizes = len((1, 2, 4, 8, 12))
+    assert engine.target.num_first_uses == num_sizes * 7 + len(captured_model.SIZES)
+    assert engine.draft.num_first_uses == num_sizes * 2 + len(captured_model.SIZES)
+
+
+def specialised(argument: object) -> object:
+    """What Triton compiles a kernel for, of an argument. It is told to ignore most of the numbers."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    return type(argument)

@@ -171,6 +171,11 @@ def _on_torch(
         CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings, widths)
         for one, widths in zip(cached, (_target_widths(config, len(cached) > 1), DRAFT_WIDTHS), strict=False)
     ]
+    started = time.monotonic()
+    for model in captured:
+        model.compile_kernels()
+    if captured[0].has_kernels:
+        log.info("compiled Triton's kernels in %.1f s", time.monotonic() - started)
     for model, one in zip(captured, named, strict=True):
         _check_kernels(model, one, config)
     # Recording while serving takes ten times as long as a pass. The draft's passes, which take less, come first.

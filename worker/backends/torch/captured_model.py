@@ -131,6 +131,21 @@ class CapturedModel(CachedModel):
             self.pool.note_rows_written(part.rows.first_row, part.rows.starts + part.column + part.num_queries)
         return recorded.replay(parts)
 
+    def compile_kernels(self) -> None:
+        """Compile the kernels of all passes that `record_ahead` records, so that its time goes to recording alone."""
+        if not self.has_kernels:
+            return
+        nothing = torch.empty(0, 1, dtype=torch.long, device=self.device)
+        try:
+            with self.model.kernels.compiled_only():
+                for shape in self._shapes():
+                    self._inputs_and_run(shape, nothing, nothing)[2]()
+                for number in reversed(SIZES):
+                    RecordedBlocks(number, self._spare_position, self.device).run(self)
+        except Exception as error:  # any of Triton's compiler; kernels that lack memory are compiled when first launched
+            if not is_out_of_memory(error):
+                self.leave_out_kernels(first_line(error))
+
     def record_ahead(self, until: float) -> int:
         """Record passes of all widths and numbers of rows ahead of their use; returns the number of recordings.
 
@@ -218,6 +233,17 @@ class CapturedModel(CachedModel):
             return None
         if len(self._passes) >= self.max_recordings:
             self._passes.popitem(last=False)
+        fixed_ids, fixed_positions, run = self._inputs_and_run(shape, ids, positions)
+        recording = self._try_to_record(run, shape, str(shape))
+        if recording is None:
+            return None
+        recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
+        return recorded
+
+    def _inputs_and_run(
+        self, shape: PassShape, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+        """Fixed ids and positions of a pass, which begin with those given, and the pass itself."""
         fixed_ids = ids.new_zeros(shape.num_rows, shape.num_queries)
         fixed_positions = positions.new_empty(shape.num_rows, shape.num_queries)
         fixed_positions[:] = self._spare_positions(shape.num_queries)
@@ -231,11 +257,7 @@ class CapturedModel(CachedModel):
             logits = self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
             return self._put(logits, kind, self.pool.num_rows * most)
 
-        recording = self._try_to_record(run, shape, str(shape))
-        if recording is None:
-            return None
-        recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
-        return recorded
+        return fixed_ids, fixed_positions, run
 
     def _record_blocks(self, num_blocks: int) -> RecordedBlocks | None:
         """Record a pass of so many empty blocks; None if that is impossible now or for good."""

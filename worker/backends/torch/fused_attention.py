@@ -7,7 +7,12 @@ and a second kernel joins what they found (Flash-Decoding, Dao et al. 2023).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import triton
@@ -23,9 +28,30 @@ MOST_PARTS = 16  # of one row's keys
 NOTHING = tl.constexpr(-1e30)  # logarithm of the sum of no weights; infinities have no difference
 
 
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Context of a tensor's device: Triton launches on the thread's current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+_only_compiles = ContextVar("only_compiles", default=False)
+
+
+@contextmanager
+def compiled_only() -> Iterator[None]:
+    """Compile the kernels that are launched inside, in parallel and before the end, without running them.
+
+    Raises the compiler's errors. Without this a kernel is compiled when it is first launched, one after the other.
+    """
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel on the device of its first argument: Triton launches on the thread's current one."""
+    with torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else nullcontext():
+        if _only_compiles.get():
+            kernel.warmup(*arguments, grid=grid, **options)
+        else:
+            kernel[grid](*arguments, **options)
 
 
 def attend(
@@ -56,24 +82,25 @@ def attend(
     if num_parts > 1:
         found = output.new_empty(num_parts, *output.shape, dtype=torch.float32)
         sums = found.new_empty(found.shape[:-1])
-    with device_of(query):
-        _attend[(num_rows, kv_heads, num_blocks * num_parts)](
-            *(query, rows, positions, layer, found, sums, scaling, window or 0, num_places, grouped, queries, length),
-            num_parts,
-            has_parts=num_parts > 1,
-            has_window=window is not None,
-            is_interpreted=not query.is_cuda,
-            num_heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_queries=block_queries,
-            block_keys=block_keys,
-            block_dim=block_dim,
-            num_stages=2,
-        )
-        if num_parts > 1:
-            count = num_rows * queries * heads
-            _join[(count,)](found, sums, output, count, num_parts=num_parts, head_dim=head_dim, block_dim=block_dim)
+    launch(
+        *(_attend, (num_rows, kv_heads, num_blocks * num_parts)),
+        *(query, rows, positions, layer, found, sums, scaling, window or 0, num_places, grouped, queries, length),
+        num_parts,
+        has_parts=num_parts > 1,
+        has_window=window is not None,
+        is_interpreted=not query.is_cuda,
+        num_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_queries=block_queries,
+        block_keys=block_keys,
+        block_dim=block_dim,
+        num_stages=2,
+    )
+    if num_parts > 1:
+        count = num_rows * queries * heads
+        sizes = {"num_parts": num_parts, "head_dim": head_dim, "block_dim": block_dim}
+        launch(_join, (count,), found, sums, output, count, **sizes)
     return output
 
 
