@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,29 +80,16 @@ def to_tensorrt_llm(ranges: Sequence[Range]) -> Written:
 
 def to_sglang(ranges: Sequence[Range]) -> Written:
     """For the file of --speculative-adaptive-config. Keys are lower bounds; one candidate each leaves it no choice."""
-    notes = []
-    if any(not each.length for each in ranges):
-        notes.append("SGLang has no length 0 in its table: 1 is written instead")
-    cut = merged(Range(each.low, each.high, max(1, each.length)) for each in ranges)
-    table = {str(each.low): {"candidate_steps": [each.length]} for each in cut}
-    notes.append("start SGLang with --speculative-adaptive, --speculative-eagle-topk 1 and one of these as num_steps")
-    return json.dumps(table), notes
-
-
-def to_llama_cpp(ranges: Sequence[Range]) -> Written:
-    """Flags of llama-server, which has one length for all batch sizes: that of one request."""
-    lengths = {each.length for each in ranges}
-    notes = (
-        [] if len(lengths) == 1 else ["llama.cpp has one length for all batch sizes: this is the one for batch size 1"]
-    )
-    return f"--spec-draft-n-max {ranges[0].length}", notes
+    table = {str(each.low): {"candidate_steps": [each.length]} for each in ranges}
+    return json.dumps(table), [
+        "start SGLang, 0.5.23 or newer, with --speculative-adaptive and an EAGLE or EAGLE-3 draft"
+    ]
 
 
 WRITERS: dict[str, Callable[[Sequence[Range]], Written]] = {
     "vllm": to_vllm,
     "tensorrt-llm": to_tensorrt_llm,
     "sglang": to_sglang,
-    "llama.cpp": to_llama_cpp,
 }
 
 
@@ -118,7 +106,8 @@ def export(
 ) -> None:
     """Write the learned table: as JSON every arm at every batch size, the rows of the view learned_table.
 
-    With the format of another engine: the best lengths in one context, without n-grams, as a static table for it.
+    With the format of another engine: the lengths that `speclen tables` shows for one context, without n-grams, as a static
+    table for it.
 
     Example: speclen export --format vllm --db .speclen/speclen.db
     """
@@ -146,8 +135,9 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if len(names) > 1:
         numbered = "; ".join(f"{number}: {name}" for number, name in names.items())
         raise UserError(f"an engine's table is of one context: give the number of one with --context: {numbered}")
-    used = merged(Range(row["batch_min"], row["batch_max"], row["ngram"]) for row in rows if row["is_best"])
-    ngram = [f"{each.low}-{each.high}" for each in used if each.length]
+    arms = {row["arm"]: row for row in rows}
+    ranges = rows_of(db, "choices", next(iter(map(str, names))))
+    ngram = [each["batch_bucket"] for each in ranges if arms[each["arm"]]["ngram"]]
     (name,) = names.values()
     notes = [f"the lengths in use in {name}"]
     if ngram:
@@ -155,15 +145,18 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
             f"the best lengths in {name}",
             f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the lengths there are the best without",
         ]
+    lengths = [Range(each["batch_min"], each["batch_max"], length_in(each, arms, rows)) for each in ranges]
     with user_errors():
-        text, limits = WRITERS[table_format](merged(best_lengths(rows)))
+        text, limits = WRITERS[table_format](merged(lengths))
     return text, notes + limits
 
 
-def best_lengths(rows: list[Row]) -> list[Range]:
-    """The length in use at each range, or the best one where the arm in use has n-grams."""
-    best: dict[int, Row] = {}
-    for row in sorted(rows, key=lambda row: (not row["is_best"], row["ms_per_token"])):
-        if not row["ngram"]:
-            best.setdefault(row["batch_min"], row)
-    return [Range(row["batch_min"], row["batch_max"], row["speculation_length"]) for row in best.values()]
+def length_in(shown: Row, arms: dict[str, Row], rows: Sequence[Row]) -> int:
+    """The length of a range of the view choices, or the best one there where the arm in use has n-grams."""
+    if not arms[shown["arm"]]["ngram"]:
+        return int(arms[shown["arm"]]["speculation_length"])
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if not row["ngram"] and shown["batch_min"] <= row["batch_min"] <= shown["batch_max"]:
+            found[row["speculation_length"]].append(row["ms_per_token"])
+    return min(found, key=lambda length: sum(found[length]) / len(found[length]))

@@ -1,7 +1,7 @@
 """A learned table in another engine's format keeps that engine's rules and holds the same lengths.
 
-The rules are those of vLLM 0.32 (validate_and_normalize_dynamic_sd_schedule), TensorRT-LLM (validate_draft_len_schedule) and
-SGLang (speculative_adaptive_config); `scripts/vllm_check` asks vLLM's own validator.
+The rules are those of vLLM 0.33 (validate_and_normalize_dynamic_sd_schedule), TensorRT-LLM (validate_draft_len_schedule) and
+SGLang 0.5.23 (adaptive_spec_params). `scripts/vllm_check` asks vLLM's own validator, tests/slow/test_exports.py SGLang's.
 """
 
 import json
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speclen.cli.export import WRITERS, Range, export, merged
+from speclen.cli.learned.tables import rows_of
 from speclen.cli.support.errors import UserError
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database
@@ -64,16 +65,10 @@ def test_tensorrt_llm_takes_what_is_written(parts):
 def test_sglang_takes_what_is_written(parts):
     ranges = table_of(parts)
     config = json.loads(WRITERS["sglang"](ranges)[0])
-    assert all(len(entry["candidate_steps"]) == 1 for entry in config.values())
+    assert all(len(entry["candidate_steps"]) == 1 and low.isdigit() for low, entry in config.items())
     ends = [*(int(low) - 1 for low in list(config)[1:]), ranges[-1].high]
     found = [Range(int(low), end, *config[low]["candidate_steps"]) for low, end in zip(config, ends, strict=True)]
-    assert lengths(found) == [max(1, length) for length in lengths(ranges)]
-
-
-def test_llama_cpp_has_one_length_and_says_so():
-    text, notes = WRITERS["llama.cpp"](table_of([(1, 5), (3, 2)]))
-    assert text == "--spec-draft-n-max 5"
-    assert "batch size 1" in notes[0]
+    assert lengths(found) == lengths(ranges)
 
 
 @pytest.mark.parametrize("table_format", ["json", *WRITERS])
@@ -101,6 +96,27 @@ def test_where_n_grams_are_in_use_the_best_length_without_is_written_with_a_note
     assert json.loads(printed.out)["num_speculative_tokens_per_batch_size"] == [[1, 2, 0], [3, 4, 2]]
     assert "vllm: the best lengths in t + d on cpu:test" in printed.err
     assert "arms with n-grams are in use at batch sizes 3-4" in " ".join(printed.err.split())
+
+
+def test_ranges_are_those_that_tables_shows(tmp_path, capsys):
+    """Story: where two lengths were equal, every batch size at which the other was ahead made a range of its own."""
+    database, uncertain = write_database(tmp_path / "test.db"), {"ms_per_token_low": 7.0, "ms_per_token_high": 14.0}
+    changed = [estimate(0, 1, 2, is_best=False), estimate(2, 1, 2, is_best=True)]
+    for size in range(3, 11):
+        last, plain_is_ahead = max(4, size), size % 2 == 0 and size > 4
+        changed += [
+            estimate(0, size, last, step_s=0.0101, expected_tokens=1.0, is_best=plain_is_ahead, **uncertain),
+            estimate(2, size, last, is_best=not plain_is_ahead, **uncertain),
+        ]
+    del changed[4:6]  # 4 is in the range of 3
+    written(database, Commit(arm_estimates=changed))
+    shown = [
+        (row["batch_min"], row["batch_max"], row["arm"], row["equal_arms"]) for row in rows_of(database, "choices", "")
+    ]
+    assert shown == [(1, 10, "draft 2", "plain")]
+    export(None, database, context="", table_format="vllm")
+    ranges = json.loads(capsys.readouterr().out)["num_speculative_tokens_per_batch_size"]
+    assert [tuple(each) for each in ranges] == [(1, 10, 2)]
 
 
 def test_what_cannot_be_exported_is_told(tmp_path):

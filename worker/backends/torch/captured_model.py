@@ -142,7 +142,9 @@ class CapturedModel(CachedModel):
                     self._inputs_and_run(shape, nothing, nothing)[2]()
                 for number in reversed(SIZES):
                     RecordedBlocks(number, self._spare_position, self.device).run(self)
-        except Exception as error:  # any of Triton's compiler; kernels that lack memory are compiled when first launched
+        except (
+            Exception
+        ) as error:  # any of Triton's compiler; kernels that lack memory are compiled when first launched
             if not is_out_of_memory(error):
                 self.leave_out_kernels(first_line(error))
 

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Of attention: most queries of one program, and most bytes of keys that it reads at once.
+# Of attention: most queries of one program, most bytes of them, and most bytes of keys that it reads at once. With these,
+# float32 at head size 256 fits the 99 KiB that a program may share on GPUs of compute capability 8.6 and 12.0.
 QUERIES_PER_PROGRAM = 64
+QUERIES_BYTES = 32_768
 KEYS_BYTES = 16_384
 SMALLEST_PRODUCT = 16  # least rows and columns of a product in Triton
 SHORT_PLACES = 2048  # of a row up to which one program reads it
@@ -72,9 +74,7 @@ def attend(
     num_rows, heads, queries, head_dim = query.shape
     kv_heads, length = layer.shape[2:4]
     grouped = heads // kv_heads * queries  # queries that read the same keys
-    block_queries = min(QUERIES_PER_PROGRAM, max(SMALLEST_PRODUCT, triton.next_power_of_2(grouped)))
-    block_dim = max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
-    block_keys = min(128, max(SMALLEST_PRODUCT, KEYS_BYTES // (block_dim * query.element_size())))
+    block_queries, block_keys, block_dim = block_sizes(grouped, head_dim, query.element_size())
     num_blocks = triton.cdiv(grouped, block_queries)
     num_parts = num_parts_of(num_rows * kv_heads * num_blocks, num_places)
     output = query.new_empty(num_rows, queries, heads, head_dim)
@@ -102,6 +102,14 @@ def attend(
         sizes = {"num_parts": num_parts, "head_dim": head_dim, "block_dim": block_dim}
         launch(_join, (count,), found, sums, output, count, **sizes)
     return output
+
+
+def block_sizes(num_queries: int, head_dim: int, element_size: int) -> tuple[int, int, int]:
+    """Queries, keys and dimensions of one program. num_queries: that read the same keys. element_size: bytes."""
+    block_dim = max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
+    most_queries = min(QUERIES_PER_PROGRAM, max(SMALLEST_PRODUCT, QUERIES_BYTES // (block_dim * element_size)))
+    block_queries = min(most_queries, max(SMALLEST_PRODUCT, triton.next_power_of_2(num_queries)))
+    return block_queries, min(128, max(SMALLEST_PRODUCT, KEYS_BYTES // (block_dim * element_size))), block_dim
 
 
 def num_parts_of(num_programs: int, num_places: int) -> int:
