@@ -6,13 +6,12 @@ Needs torch, transformers and numpy, and nothing of this project's environment b
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,7 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from speclen.bench.engine.run import generate
-from speclen.cli.support.machine import machine, provenance
+from speclen.bench.gpu.answers import Answer
+from speclen.cli.support.machine import machine
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
@@ -56,12 +56,11 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device("cpu" if options.dry_run else "cuda:0")
     pair = load_pair("bundled:target", "bundled:draft", str(device), "float32")
-    found = run_checks(pair, *((6, RerunRecorder()) if options.dry_run else (24, None)))
-    for check in found:
-        print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}", flush=True)
-    document = provenance("scripts/gpu_check") | {"machine": machine(device), "checks": [asdict(one) for one in found]}
-    options.out.write_text(json.dumps(document, indent=2) + "\n")
-    return 0 if all(check.passed for check in found) else 1
+    answer = Answer("engine", options.out)
+    answer.note(machine=machine(device))
+    for check in run_checks(pair, *((6, RerunRecorder()) if options.dry_run else (24, None))):
+        answer.check(check.name, check.passed, check.detail)
+    return answer.end()
 
 
 class VaryingLengths:

@@ -1,0 +1,478 @@
+"""Questions about vLLM under the plugin on a GPU, each by some engines with different settings, one process after the other.
+
+    python -m speclen.bench.gpu.vllm_questions draft-model|eagle3|v1|hybrid --seconds 200 --out RESULT.json [--dry-run]
+
+No controller runs: the plugin uses the configured table, and its reports are counted here. The last line begins with pass,
+fail or skipped. A dry run needs vLLM's build for CPUs, see scripts/vllm_check; the V2 model runner is left out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speclen.bench.gpu.answers import Answer
+from speclen.bench.gpu.vllm_engine import DRY, FULL, Models, folder_of, register_loader, set_environment, write_config
+
+NOBODY = "127.0.0.1:9"  # no controller listens there
+ROWS, CONTEXT_TOKENS = 32, 1024
+CLOCK = (0.97, 1.03)  # reported over true time of steps
+ALIKE = 0.5  # share of greedy tokens before lengths break a tie differently, in 16 bits
+STEPS_EACH = 5  # between two changes of the length
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One engine. draft: a method of vLLM. speculative: more of its settings. measures: names of functions here."""
+
+    name: str
+    draft: str
+    runner: str
+    measures: tuple[str, ...]
+    plugin: bool = True
+    speculative: dict[str, Any] = field(default_factory=dict)
+
+
+ADAPTIVE = {"enable_adaptive_verification": True}
+QUESTIONS = {
+    "draft-model": (
+        Row("vLLM alone", "draft_model", "v2", ("drafting",), plugin=False),
+        Row("plugin", "draft_model", "v2", ("drafting", "clock", "outputs")),
+    ),
+    "eagle3": (
+        Row("verification off", "eagle3", "v2", ("graphs",)),
+        Row("verification on", "eagle3", "v2", ("graphs",), plugin=False, speculative=ADAPTIVE),
+        Row("learned caps", "eagle3", "v2", ("graphs", "clock"), speculative=ADAPTIVE),
+    ),
+    "v1": (Row("plugin", "draft_model", "v1", ("clock", "sampled")),),
+    "hybrid": (Row("lengths 3 and 0", "mtp", "default", ("outputs",)),),
+}
+
+
+def main() -> int:
+    """0 unless the answer is no."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all engines")
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--dry-run", action="store_true", help="with small models, on vLLM's build for CPUs")
+    parser.add_argument("--row", help="the engine of this process, by its name")
+    options = parser.parse_args()
+    rows, models = {row.name: row for row in QUESTIONS[options.question]}, DRY if options.dry_run else FULL
+    if options.row:
+        run_row(rows[options.row], models, options.out)
+        return 0
+    answer, until = Answer(options.question, options.out), time.monotonic() + options.seconds
+    found = {name: found_by(answer, name, sys.argv[1:], until) for name in rows}
+    judge(answer, {name: facts for name, facts in found.items() if facts is not None}, options.dry_run)
+    return answer.end()
+
+
+def found_by(answer: Answer, name: str, arguments: list[str], until: float) -> dict[str, Any] | None:
+    """What the engine of that name measures in a process of its own; None where it was skipped or failed."""
+    out = answer.out.with_suffix(f".{name.replace(' ', '-')}.json")
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", __spec__.name, *arguments, "--row", name, "--out", str(out)]
+    with out.with_suffix(".log").open("wb") as log:
+        try:
+            code: object = subprocess.run(
+                command, stdout=log, stderr=log, timeout=max(1.0, until - time.monotonic())
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = "no time"
+    facts: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    answer.note(**{name: facts})
+    if reason := facts.get("skipped"):
+        answer.skip(name, reason)
+        return None
+    answer.check(f"{name} serves", code == 0, "" if code == 0 else f"({code}: see {out.with_suffix('.log').name})")
+    return facts if "measured" in facts else None
+
+
+def judge(answer: Answer, found: dict[str, dict[str, Any]], dry: bool) -> None:
+    """Check what the engines of a question have measured. dry: speed tells nothing, since other processes run."""
+    for name, facts in found.items():
+        for size, ratio in facts.get("clock", {}).items():
+            answer.check(
+                f"{name}: times of {size} rows", dry or CLOCK[0] <= ratio <= CLOCK[1], f"{ratio:.3f} of the true ones"
+            )
+        if "outputs" in facts:
+            answer.check(f"{name}: outputs", facts["outputs"] >= ALIKE, f"{facts['outputs']:.2f} alike")
+        if "sampled" in facts:
+            answer.check(f"{name}: top-p and a grammar", facts["sampled"])
+        hits = facts.get("graphs", {}).get("share_full", {})
+        if hits:
+            answer.check(f"{name}: full graphs", min(hits.values()) >= 0.5, str(hits))
+    alone, plugin = found.get("vLLM alone"), found.get("plugin")
+    if alone and plugin and "draft_ms" in plugin:
+        blocks = plugin["kv_blocks"] / alone["kv_blocks"]
+        answer.check("KV blocks", blocks >= 0.95, f"{blocks:.3f} of those of vLLM alone")
+        short, long = (plugin["draft_ms"].get(key) for key in ("1", "8"))
+        if short and long and not dry:
+            answer.check("drafting follows the length", short < 0.6 * long, f"{short:.2f} ms at 1, {long:.2f} at 8")
+
+
+# In the process of one engine.
+
+
+def run_row(row: Row, models: Models, out: Path) -> None:
+    """Write what the engine measures, after every measurement."""
+    facts: dict[str, Any] = {"row": asdict(row)}
+
+    def write() -> None:
+        out.write_text(json.dumps(facts, indent=1))
+
+    runner = "v1" if models.device == "cpu" else row.runner
+    set_environment(models, runner, NOBODY)
+    if runner == "default":
+        del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+    if reason := why_not(row, models):
+        facts["skipped"] = reason
+        write()
+        return
+    said = Sentences()
+    logging.getLogger("vllm").addHandler(said)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(row, models, Path(folder))
+        loop = Loop(engine, models)
+        facts["start_s"] = round(time.monotonic() - begun, 1)
+        facts["kv_blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
+        facts["v2"] = engine.vllm_config.use_v2_model_runner
+        if row.plugin and loop.steering is None:
+            refusals = [sentence for sentence in said.sentences if "speclen is off" in sentence]
+            facts["skipped"] = (refusals or ["the plugin is off, and no line says why"])[-1]
+            write()
+            return
+        for name in row.measures:
+            MEASURES[name](loop, facts)
+            facts["measured"] = [*facts.get("measured", ()), name]
+            write()
+
+
+def why_not(row: Row, models: Models) -> str:
+    """Why an engine cannot run here; "" if it can."""
+    from vllm.config import SpeculativeConfig
+
+    on_cpu = models.device == "cpu"
+    if on_cpu and row.draft == "mtp":
+        return "vLLM's build for CPUs has no kernels for it"
+    if not row.speculative.keys() & ADAPTIVE.keys():
+        return ""
+    if not ADAPTIVE.keys() <= SpeculativeConfig.__dataclass_fields__.keys():
+        return "this vLLM has no adaptive verification"
+    return "vLLM verifies adaptively on its V2 model runner alone" if on_cpu else ""
+
+
+class Sentences(logging.Handler):
+    """Lines of vLLM's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
+def make_engine(row: Row, models: Models, folder: Path) -> Any:
+    """A vllm.LLMEngine with all of the device's memory for keys and values, as a user starts it."""
+    from vllm import EngineArgs, LLMEngine
+
+    if row.plugin:
+        import speclen.integrations.vllm as plugin
+
+        plugin.register()
+    register_loader(models)
+    longest = models.lengths[-1]
+    table = [[1, 4, longest], [5, 8, 3], [9, 16, 1], [17, 24, 0], [25, ROWS, 3]]
+    speculative = {
+        "method": row.draft,
+        "num_speculative_tokens": longest if row.draft != "mtp" else 3,
+        "num_speculative_tokens_per_batch_size": table if row.draft != "mtp" else [[1, 16, 3], [17, ROWS, 0]],
+        **row.speculative,
+    }
+    write_config(models.target, models.dtype, folder_of(folder, models.target))
+    model, extra = folder_of(folder, models.target), {"load_format": "speclen"}
+    if row.draft == "draft_model":
+        write_config(models.draft, models.dtype, folder_of(folder, models.draft))
+        speculative["model"] = str(folder_of(folder, models.draft))
+    elif row.draft == "eagle3":
+        speculative["model"] = str(write_random_head(model, folder / "eagle3"))
+        speculative["draft_load_config"] = {"load_format": "dummy"}
+    else:
+        model, extra = write_hybrid(models, folder / "hybrid"), {"load_format": "dummy"}
+    arguments = EngineArgs(
+        model=str(model),
+        dtype=models.dtype,
+        seed=0,
+        max_num_seqs=ROWS,
+        max_model_len=CONTEXT_TOKENS,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        generation_config="vllm",
+        scheduler_cls="speclen.integrations.vllm.Scheduler" if row.plugin else None,
+        speculative_config=speculative,
+        enforce_eager=models.device == "cpu",
+        **extra,
+    )
+    return LLMEngine.from_engine_args(arguments)
+
+
+def write_random_head(target: Path, folder: Path) -> Path:
+    """The configuration of an EAGLE-3 head of one layer for a target."""
+    content = json.loads((target / "config.json").read_text())
+    folder.mkdir()
+    content |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": content["vocab_size"],
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_hybrid(models: Models, folder: Path) -> Path:
+    """The configuration of a small GDN hybrid with an MTP layer; its weights are random."""
+    from transformers import Qwen3NextConfig
+
+    from speclen.worker.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(models.target)
+    config = Qwen3NextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=4,  # the last with full attention
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        num_experts=0,
+        mlp_only_layers=[0, 1, 2, 3, 4],
+        num_nextn_predict_layers=1,
+        architectures=["Qwen3NextForCausalLM"],
+        dtype=models.dtype,
+    )
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Loop:
+    """Requests on one engine, and the lengths that it drafts. engine: a vllm.LLMEngine in this process."""
+
+    def __init__(self, engine: Any, models: Models) -> None:
+        self.engine, self.lengths = engine, models.lengths
+        self.core = engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.steering = getattr(self.scheduler, "steering", None)
+        self.configured = list(self.scheduler.dynamic_sd_lookup or ())
+        self.num_steps, self.num_first, self.num_tokens = (200, 10, 48) if models.device == "cuda" else (4, 1, 8)
+        self.names = itertools.count()
+
+    def use(self, length: int | None) -> None:
+        """Draft so many tokens at every batch size; None: by the plugin."""
+        if self.steering is not None:
+            self.scheduler.steering = self.steering if length is None else None
+        lookup = self.configured if length is None else [length] * len(self.configured)
+        self.scheduler.dynamic_sd_lookup[:] = lookup
+
+    def add(self, number: int, num_tokens: int, **sampling: Any) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+        name, prompt = f"r{next(self.names)}", [7 + (31 * number + at) % 1500 for at in range(64 + number)]
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(max_tokens=num_tokens, output_kind=kind, **settings)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def steady(self, num_rows: int, num_steps: int, before: Callable[[int], None] = lambda step: None) -> float:
+        """Seconds of steps of so many requests, after a few; they are aborted. before: called with each step's number."""
+        names = [self.add(number, CONTEXT_TOKENS - 200) for number in range(num_rows)]
+        for _ in range(self.num_first):
+            self.engine.step()
+        begun = time.perf_counter()
+        for step in range(num_steps):
+            before(step)
+            self.engine.step()
+        seconds = time.perf_counter() - begun
+        self.engine.abort_request(names, internal=False)
+        self.drain()
+        return seconds
+
+    def outputs(self, before: Callable[[int], None]) -> list[list[int]]:
+        """Greedy outputs of eight requests at once."""
+        found: dict[str, list[int]] = {self.add(number, self.num_tokens): [] for number in range(8)}
+        step = 0
+        while any(len(tokens) < self.num_tokens for tokens in found.values()):
+            before(step)
+            for output in self.engine.step():
+                found[output.request_id] += output.outputs[0].token_ids
+            step += 1
+        self.drain()
+        return list(found.values())
+
+    def drain(self) -> None:
+        while self.engine.has_unfinished_requests() or self.core.batch_queue:
+            self.engine.step()
+
+    def changing(self, lengths: tuple[int, ...]) -> Callable[[int], None]:
+        """A length after the other, each for some steps."""
+        return lambda step: self.use(lengths[step // STEPS_EACH % len(lengths)])
+
+
+def drafting(loop: Loop, facts: dict[str, Any]) -> None:
+    """Milliseconds of the draft, and of whole steps, at each length and 16 rows."""
+    facts["draft_ms"], facts["step_ms"] = {}, {}
+    for length in loop.lengths:
+        loop.use(length)
+        with timed_drafts(loop.core) as drafts:
+            seconds = loop.steady(16, loop.num_steps // 4)
+        facts["step_ms"][str(length)] = 1e3 * seconds / (loop.num_steps // 4)
+        facts["draft_ms"][str(length)] = drafts.median_ms()
+
+
+class Drafts:
+    """Times of calls on the device: pairs of events, or seconds on a CPU."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+    def median_ms(self) -> float:
+        """0 without any."""
+        times = sorted(1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b) for a, b in self.pairs)
+        return float(times[len(times) // 2]) if times else 0.0
+
+
+@contextmanager
+def timed_drafts(core: Any) -> Iterator[Drafts]:
+    """Time what drafts, under either model runner. After the block the device is done."""
+    import torch
+
+    runner, found = core.model_executor.driver_worker.worker.model_runner, Drafts()
+    drafter = getattr(runner, "speculator", None) or runner.drafter
+    propose, on_gpu = drafter.propose, torch.cuda.is_available()
+
+    def now() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = now()
+        result = propose(*args, **kwargs)
+        found.pairs.append((begun, now()))
+        return result
+
+    drafter.propose = timed
+    try:
+        yield found
+    finally:
+        del drafter.propose
+        if on_gpu:
+            torch.cuda.synchronize()
+
+
+def clock(loop: Loop, facts: dict[str, Any]) -> None:
+    """The plugin's times of steps over the true ones, at few rows and many."""
+    loop.use(None)
+    reported: list[float] = []
+    report = loop.steering.control.report
+    loop.steering.control.report = lambda record: (reported.append(record.latency_s), report(record))
+    facts["clock"] = {}
+    for num_rows in (2, 16, ROWS):
+        reported.clear()
+        seconds = loop.steady(num_rows, loop.num_steps)
+        times = reported[loop.num_first :]
+        facts["clock"][str(num_rows)] = sum(times) / max(1, len(times)) / (seconds / loop.num_steps)
+    loop.steering.control.report = report
+
+
+def outputs(loop: Loop, facts: dict[str, Any]) -> None:
+    """Share of greedy tokens, before the first that differs, that are those of length 0 alone."""
+    lengths = (3, 0) if loop.lengths[-1] > len(loop.configured) or facts["row"]["draft"] == "mtp" else loop.lengths
+    expected = loop.outputs(lambda step: loop.use(0))
+    found = loop.outputs(loop.changing(lengths))
+    facts["outputs"] = sum(map(num_alike, found, expected)) / (len(expected) * loop.num_tokens)
+
+
+def num_alike(tokens: list[int], others: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens))
+
+
+def sampled(loop: Loop, facts: dict[str, Any]) -> None:
+    """Requests with top-p, and with a grammar, end as they should."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    loop.use(None)
+    names = {loop.add(number, loop.num_tokens, temperature=0.7, top_p=0.9): 0 for number in range(8)}
+    choice = {
+        "structured_outputs": StructuredOutputsParams(choice=["yes", "no"]),
+        "detokenize": True,
+        "ignore_eos": False,
+    }
+    asked, text = loop.add(9, loop.num_tokens, **choice), ""
+    while loop.engine.has_unfinished_requests():
+        for output in loop.engine.step():
+            if output.request_id == asked:
+                text += output.outputs[0].text
+            else:
+                names[output.request_id] += len(output.outputs[0].token_ids)
+    loop.drain()
+    facts["sampled"] = text in ("yes", "no") and set(names.values()) == {loop.num_tokens}
+
+
+def graphs(loop: Loop, facts: dict[str, Any]) -> None:
+    """Shares of decoding passes of the target in full graphs, by length, with a length that changes."""
+    facts["graphs"] = {"share_full": {}}
+    try:
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager as Manager
+    except ImportError as error:
+        facts["graphs"]["not_counted"] = str(error)
+        return
+    found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    dispatch = Manager.dispatch
+
+    def counted(
+        self: Any, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *rest: Any, **more: Any
+    ) -> Any:
+        result = dispatch(self, num_reqs, num_tokens, uniform_token_count, *rest, **more)
+        if type(self) is Manager and uniform_token_count is not None:
+            found[uniform_token_count - 1][result.cg_mode.name] += 1
+        return result
+
+    Manager.dispatch = counted
+    lengths = tuple(dict.fromkeys(loop.configured[1:]))
+    loop.steady(16, loop.num_steps, loop.changing(lengths))
+    Manager.dispatch = dispatch
+    facts["graphs"] |= {
+        "by_length": {str(length): dict(counts) for length, counts in found.items()},
+        "share_full": {str(k): counts["FULL"] / counts.total() for k, counts in found.items() if k in lengths},
+    }
+
+
+MEASURES = {each.__name__: each for each in (drafting, clock, outputs, sampled, graphs)}
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # an engine takes long to end
