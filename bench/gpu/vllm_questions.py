@@ -395,15 +395,21 @@ def timed_drafts(core: Any) -> Iterator[Drafts]:
 def clock(loop: Loop, facts: dict[str, Any]) -> None:
     """The plugin's times of steps over the true ones, at few rows and many."""
     loop.use(None)
-    reported: list[float] = []
+    reported: list[tuple[float, float]] = []  # when, and seconds of the step
     report = loop.steering.control.report
-    loop.steering.control.report = lambda record: (reported.append(record.latency_s), report(record))
+
+    def noted(record: Any) -> Any:
+        reported.append((time.perf_counter(), record.latency_s))
+        return report(record)
+
+    loop.steering.control.report = noted
     facts["clock"] = {}
     for num_rows in (2, 16, ROWS):
         reported.clear()
-        seconds = loop.steady(num_rows, loop.num_steps)
-        times = reported[loop.num_first :]
-        facts["clock"][str(num_rows)] = sum(times) / max(1, len(times)) / (seconds / loop.num_steps)
+        loop.steady(num_rows, loop.num_steps)
+        steps = reported[loop.num_first : loop.num_first + loop.num_steps]
+        if len(steps) > 1:
+            facts["clock"][str(num_rows)] = sum(seconds for _, seconds in steps[1:]) / (steps[-1][0] - steps[0][0])
     loop.steering.control.report = report
 
 

@@ -105,8 +105,6 @@ def test_questions_share_14_minutes_and_those_that_cannot_be_asked_leave_theirs_
     ]
     modules = [call.split()[1].rpartition(".")[2] for call in calls]
     assert modules == ["own_engine", "own_engine", "checks"]
-        f"speclen.bench.gpu.{name}" for name in ("own_engine", "own_engine", "checks")
-    ]
 
 
 def test_vllm_is_asked_about_from_a_folder_of_packages(machine: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, RequestFailedError
 from speclen.worker.sampling.host import HostRule
-from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule
+from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
 from speclen.worker.service.async_engine import error_of
 from tests.support import engines
 from tests.support.engines import BACKENDS, Collected, generate, make_engine, make_pair, request
@@ -110,9 +110,8 @@ def rules(temperature: float, seed: int | None) -> list[Any]:
     rows = [RowSampling(temperature, key=seed) for _ in range(3)]
     batch = BatchSampling(rows, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    found: list[Any] = [HostRule(batch.for_host, [0, 0, 0], generator)]
-    found.append(SamplingRule(batch, torch.zeros(3, dtype=torch.long), generator))
-    return [*found, GreedyRule()] if temperature == 0 else found
+    on_device = SamplingRule(batch, torch.zeros(3, dtype=torch.long), generator)
+    return [HostRule(batch.for_host, [0, 0, 0], generator), on_device]
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5), (1.0, None)])

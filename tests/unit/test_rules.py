@@ -19,7 +19,7 @@ from speclen.worker.engine.step_plan import Proposals, StepPlan
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.noise import make_key
-from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule, TokenRule
+from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule, TokenRule
 
 VOCAB = 5
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -105,9 +105,7 @@ def test_rows_that_draft_less_are_capped(sampled: bool, on_host: bool) -> None:
     rows = [RowSampling(temperature=1.0 if sampled else 0.0)] * 6
     batch = BatchSampling(rows, torch.device("cpu"))
     caps = torch.tensor([4, 2, 0, 1, 0, 0])
-    rule: TokenRule = GreedyRule()
-    if sampled or on_host:
-        rule = rule_of(batch, torch.zeros(6, dtype=torch.long), None, on_host)
+    rule = rule_of(batch, torch.zeros(6, dtype=torch.long), None, on_host)
     num_accepted, tokens = step(rule, torch.zeros(6, dtype=torch.long), 4, draft=TARGET, num_drafting=4, caps=caps)
     assert num_accepted.tolist() == caps.tolist()
     assert tokens.shape == (6, 5)
@@ -188,11 +186,13 @@ def test_launching_a_step_needs_no_value_of_the_device(
 
     model: Any = SimpleNamespace(device=torch.device("meta"), forward=forward)
     edits = RowEdits(64, model.device, [1, 2], 1.2, 0.1, 0.1, {3: 1.0}, [7], 4) if edited else None
-    batch = BatchSampling([RowSampling(**{"temperature": 0.7} | settings, edits=edits), RowSampling()], model.device)
+    sampled = RowSampling(**{"temperature": 0.7} | settings, edits=edits)
     proposals = Proposals(Arm(length, bool(ngrams)), [0 if ngrams else length, length], [ngrams, []])
     rows: list[Any] = [SimpleNamespace(tokens=list(range(5))), SimpleNamespace(tokens=list(range(9)))]
     plan = StepPlan(rows, 2, ArmChoice(proposals.arm), proposals, [], prefilled=False)
     counts = torch.tensor(plan.num_ngrams, device=model.device)
-    for rule in (SamplingRule(batch, counts + 3, None, counts if ngrams else None), GreedyRule()):
+    for row in (sampled, RowSampling()):
+        batch = BatchSampling([row, RowSampling()], model.device)
+        rule = SamplingRule(batch, counts + 3, None, counts if ngrams else None)
         num_accepted, ids, _, _ = speculative_step(model, model, plan, 2, rule)
         assert num_accepted.device == ids.device == model.device

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from speclen.worker.engine.preparation import SAMPLING_BYTES
 from speclen.worker.sampling.logits import RowEdits
-from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule
+from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
 
 ROWS, LENGTH, VOCAB = 32, 8, 128_256
 META = torch.device("meta")
@@ -77,7 +77,7 @@ def test_choosing_tokens_costs_no_more_than_this(
     """drafting: operators per draft token; verifying: those of verification; bytes_each: per row, place and token."""
     batch = BatchSampling([row(at) for at in range(ROWS)], META)
     positions = torch.zeros(ROWS, dtype=torch.long, device=META)
-    rule = GreedyRule() if batch.is_plain_greedy else SamplingRule(batch, positions, None)
+    rule = SamplingRule(batch, positions, None)
     logits = torch.empty(ROWS, LENGTH + 1, VOCAB, dtype=torch.bfloat16, device=META)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long, device=META)
     with Cost(logits) as cost:

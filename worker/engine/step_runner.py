@@ -26,7 +26,7 @@ from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
-from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
+from speclen.worker.sampling.rules import BatchSampling, SamplingRule, TokenRule
 
 # A draft model that lacks at most so many tokens catches up in the first pass of the step.
 CATCH_UP_WIDTH = 16
@@ -274,7 +274,5 @@ class StepRunner:
         positions = [row.num_output_tokens for row in rows]
         if sampling.on_host:
             return HostRule(sampling.for_host, positions, self._generator, num_ngrams)
-        if sampling.is_plain_greedy:
-            return GreedyRule(sampling.grammars())
         on_device = None if num_ngrams is None else upload(num_ngrams, self._device)
         return SamplingRule(sampling, upload(np.array(positions), self._device), self._generator, on_device)

@@ -1,4 +1,4 @@
-"""Rules by which a batch chooses tokens: the greedy one, and one for batches in which any row samples."""
+"""The rule by which a batch chooses tokens, on any device; `host` has one for numpy."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ class RowSampling:
     grammar: GrammarState | None = None
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """True if the token is the largest allowed logit."""
-        return self.temperature == 0 and self.edits is None
-
-    @property
     def is_unrestricted(self) -> bool:
         """True without edits, grammar and truncation: greedy, or all tokens at the temperature's probability."""
         return not self.looks_back and (self.temperature == 0 or not self.is_truncated)
@@ -79,31 +74,6 @@ class TokenRule(Protocol):
         """
 
 
-class GreedyRule:
-    """Every row takes the most likely token, without sampling work. grammars: of rows that have one."""
-
-    def __init__(self, grammars: StepGrammars | None = None) -> None:
-        self._grammars = grammars
-
-    def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        return self._most_likely(logits, draft_ids, draft_ids.shape[1])[:, 0]
-
-    def decide(
-        self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        target_ids = self._most_likely(logits, draft_ids, 0, caps)
-        return cut_at_broken(accept_matching(draft_ids, target_ids, caps), logits), target_ids
-
-    def _most_likely(
-        self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        ids = most_likely(logits)
-        if self._grammars is not None:
-            rows, restricted = self._grammars.restrict(logits, draft_ids, first, caps)
-            ids[rows] = most_likely(restricted)
-        return ids
-
-
 class RowGroup:
     """Rows of a batch, ascending, that choose tokens alike."""
 
@@ -132,7 +102,6 @@ class BatchSampling:
 
         self.rows = rows
         self.device = device
-        self.is_plain_greedy = all(row.is_plain_greedy for row in rows)
         self.temperature = column([row.temperature for row in rows])
         self.factor = column([1 / max(row.temperature, MIN_TEMPERATURE) if row.temperature else 1.0 for row in rows])
         self.top_k = column([row.top_k for row in rows], np.int64) if any(row.top_k for row in rows) else None
@@ -143,7 +112,7 @@ class BatchSampling:
         # By the rule that fits it, a row is greedy, seeded or drawn. Greedy rows have no randomness to reproduce.
         self.seeded = group(lambda row: row.temperature > 0 and row.key is not None)
         self.drawn = group(lambda row: row.temperature > 0 and row.key is None)
-        self.all_drawn = self.drawn.has_all
+        self.all_greedy, self.all_drawn = all(row.temperature == 0 for row in rows), self.drawn.has_all
         self.truncated = group(lambda row: row.temperature > 0 and row.is_truncated)
         self.has_edits = any(row.edits is not None for row in rows)
         self.has_grammars = any(row.grammar is not None for row in rows)
@@ -159,11 +128,13 @@ class BatchSampling:
         return StepGrammars([row.grammar for row in self.rows]) if self.has_grammars else None
 
     def scaled(self, logits: torch.Tensor, candidates: int | None = None) -> torch.Tensor:
-        """Logits [n, columns, vocab] of the first n rows by their temperatures, float32; -inf where not to be drawn.
+        """Logits [n, columns, vocab] of the first n rows by their temperatures; -inf where not to be drawn.
 
-        Those of greedy rows stay as they are. candidates: as `truncate_`.
+        Those of greedy rows stay as they are. In float32 unless all are. candidates: as `truncate_`.
         """
         num_rows = len(logits)
+        if self.all_greedy:
+            return logits
         scaled = logits * self.factor[:num_rows, None, None]
         at = self.truncated.among(num_rows)
         if at is not None:
@@ -240,7 +211,7 @@ class SamplingRule:
             logits = self.edits.apply(logits, draft_ids, first)
         if self.grammars is not None:
             rows, restricted = self.grammars.restrict(logits, draft_ids, first, caps)
-            logits = logits.float().index_copy(0, rows, restricted)
+            logits = logits.to(torch.float32, copy=True).index_copy_(0, rows, restricted)
         return self.batch.scaled(logits, candidates)
 
     def _choose(self, scaled: torch.Tensor, first: int, num_ngrams: torch.Tensor | None) -> torch.Tensor:
