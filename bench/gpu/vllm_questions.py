@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def found_by(answer: Answer, name: str, arguments: list[str], until: float) -> dict[str, Any] | None:
-    """What the engine of that name measures in a process of its own; None where it was skipped or failed."""
+    """Measurements of the engine of that name, in a process of its own; None where it was skipped or failed."""
     out = answer.out.with_suffix(f".{name.replace(' ', '-')}.json")
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", __spec__.name, *arguments, "--row", name, "--out", str(out)]
@@ -236,6 +236,8 @@ def write_random_head(target: Path, folder: Path) -> Path:
     """The configuration of an EAGLE-3 head of one layer for a target."""
     content = json.loads((target / "config.json").read_text())
     folder.mkdir()
+    num_layers = content["num_hidden_layers"]
+    content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, num_layers // 2, num_layers - 1]}
     content |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,

@@ -97,7 +97,7 @@ def test_recorded_passes_of_them_give_the_same_logits(family: str, monkeypatch: 
 
 def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, CapturedModel]:
     """Logits of passes of all kinds, one after the other."""
-    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: kernels)
+    monkeypatch.setattr(llama, "kernels_for", lambda device: kernels)
     model: Any = copy.deepcopy(engines.models(family)[0])
     shapes = inspect_layers(model, family)
     pool = KVPool(shapes, 4, CONTEXT + 8, torch.float32, engines.DEVICE)
@@ -133,7 +133,7 @@ def test_an_engine_with_them_puts_out_the_same(monkeypatch: pytest.MonkeyPatch) 
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 100, "prefill_chunk": 24}
     requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=8) for at in range(4)]
     expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
-    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: fused)
+    monkeypatch.setattr(llama, "kernels_for", lambda device: fused)
     monkeypatch.setattr(captured_model, "MOST_BLOCKS", 4)  # the interpreter takes seconds for 32
     monkeypatch.setattr(captured_model, "SIZES", (1, 2, 3, 4))
     chooser = engines.RandomLengths(1, 2)
@@ -163,7 +163,7 @@ def test_kernels_that_do_not_do_are_left_out(
     kernels = SimpleNamespace(**{**vars(fused), "add_norm": add_norm})
     prompts = [engines.request(str(at), [*range(1, 4 + 3 * at)], max_tokens=12) for at in range(5)]
     expected = engines.generate(engines.make_engine(recorder=RerunRecorder()), *prompts)
-    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: kernels)
+    monkeypatch.setattr(llama, "kernels_for", lambda device: kernels)
     engine = engines.make_engine(recorder=RerunRecorder(), check_models=checked)
     found = engines.generate(engine, *prompts)
     assert [found.ids(str(at)) for at in range(5)] == [expected.ids(str(at)) for at in range(5)]
@@ -234,7 +234,7 @@ def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(time, "monotonic", lambda: honest() + passed_s)
-    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: fused)
+    monkeypatch.setattr(llama, "kernels_for", lambda device: fused)
     monkeypatch.setattr(fused_attention, "SHORT_PLACES", 64)
     settings = {"max_batch_size": 12, "max_speculation_length": 6, "check_models": False, "record_ahead_s": 120}
     engine = engines.make_engine(recorder=RerunRecorder(), **settings)
@@ -246,7 +246,7 @@ def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.Mon
 
 
 def specialised(argument: object) -> object:
-    """What Triton compiles a kernel for, of an argument. It is told to ignore most of the numbers."""
+    """Properties of an argument that Triton compiles a kernel for. It is told to ignore most of the numbers."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument)

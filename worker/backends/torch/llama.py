@@ -45,7 +45,7 @@ def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -
     if not all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
         return None
     weight = model.get_input_embeddings().weight
-    return LlamaDecoder(model, shapes, max_context_length, kernels_for(weight.device, weight.dtype))
+    return LlamaDecoder(model, shapes, max_context_length, kernels_for(weight.device))
 
 
 class RMSNorm(nn.Module):
@@ -258,20 +258,16 @@ def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
 
 
 @cache
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """`fused`, on a GPU where it runs in this dtype; None elsewhere."""
+def kernels_for(device: torch.device) -> Kernels | None:
+    """`fused` on a GPU, None elsewhere. Before they serve they are compiled, and their logits are checked."""
     if device.type != "cuda":
         return None
     try:
         from speclen.worker.backends.torch import fused
-
-        if fused.works_on(device, dtype):
-            return fused
-        reason = "their results differ from torch's"
-    except Exception as error:  # no Triton, no compiler, or an unknown GPU
-        reason = first_line(error)
-    warn_left_out(reason)
-    return None
+    except Exception as error:  # no Triton, or one that is broken
+        warn_left_out(first_line(error))
+        return None
+    return fused
 
 
 def warn_left_out(reason: str) -> None:
