@@ -102,13 +102,11 @@ class BatchSampling:
 
         self.rows = rows
         self.device = device
-        self.temperature = column([row.temperature for row in rows])
         self.factor = column([1 / max(row.temperature, MIN_TEMPERATURE) if row.temperature else 1.0 for row in rows])
         self.top_k = column([row.top_k for row in rows], np.int64) if any(row.top_k for row in rows) else None
         self.top_p = column([row.top_p for row in rows]) if any(row.top_p < 1 for row in rows) else None
         self.min_p = column([row.min_p for row in rows]) if any(row.min_p > 0 for row in rows) else None
         self.keys = column([row.key or 0 for row in rows], np.int64)
-        self.is_seeded = column([row.key is not None for row in rows], np.bool_)
         # By the rule that fits it, a row is greedy, seeded or drawn. Greedy rows have no randomness to reproduce.
         self.seeded = group(lambda row: row.temperature > 0 and row.key is not None)
         self.drawn = group(lambda row: row.temperature > 0 and row.key is None)
@@ -121,7 +119,8 @@ class BatchSampling:
     @cached_property
     def for_host(self) -> HostSettings:
         """The same for HostRule, of rows that are `on_host`."""
-        return HostSettings(self.temperature.numpy(), self.keys.numpy(), self.is_seeded.numpy())
+        temperatures, seeded = zip(*((row.temperature, row.key is not None) for row in self.rows), strict=True)
+        return HostSettings(np.array(temperatures), self.keys.numpy(), np.array(seeded))
 
     def grammars(self) -> StepGrammars | None:
         """Those of the rows, for one step; None where no row has any."""
