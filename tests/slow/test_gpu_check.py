@@ -19,7 +19,7 @@ def test_a_dry_run_answers_every_question(tmp_path: Path) -> None:
     assert list(answers) == ["cold", "sampling", *about_vllm, "engine"]
     has_vllm = (ROOT / "build/vllm/venv").exists()
     for name, answer in answers.items():
-        skipped = name == "hybrid" or (name in about_vllm and not has_vllm)
+        skipped = name in about_vllm and not has_vllm
         assert answer.startswith("skipped: " if skipped else "pass: "), f"{name}: {answer}"
     for name in ("cold", "sampling", "engine"):
         assert all(json.loads((tmp_path / f"{name}.json").read_text())["checks"].values())
