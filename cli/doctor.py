@@ -18,7 +18,7 @@ from rich.text import Text
 from speclen.cli.support.database import DB_OPTION, told
 from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
-from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, checking, in_one_line, sqlite3
+from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, checking, in_one_line, size_or_zero, sqlite3
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
 
@@ -125,7 +125,7 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
 
 def space(db: Path, connection: Connection) -> Iterator[Finding]:
     wal = Path(os.path.realpath(db) + "-wal")  # beside the file that a link leads to
-    wal_bytes = wal.stat().st_size if wal.exists() else 0
+    wal_bytes = size_or_zero(wal)
     size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
     free = shutil.disk_usage(wal.parent).free
     found = f"{size}; {megabytes(free)} free on the disk"

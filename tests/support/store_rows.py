@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,20 @@ def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     found: list[tuple[Any, ...]] = ast.literal_eval(done.stdout)
     return found
+
+
+@contextmanager
+def without_write_permission(folder: Path) -> Iterator[None]:
+    """Files of a folder can be read, and nothing in it written. Root is held up by no permission, so it becomes another user."""
+    names = [folder, *folder.iterdir()]
+    for name in names:
+        name.chmod(0o555 if name.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for name in names:
+            name.chmod(0o755)
