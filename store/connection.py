@@ -120,7 +120,7 @@ def _opened_unlocked(path: Path, uri: str) -> Connection:
     return sqlite3.connect(f"{uri}&immutable=1", uri=True, factory=UnlockedConnection)
 
 
-class UnlockedConnection(sqlite3.Connection):  # type: ignore[misc, name-defined]
+class UnlockedConnection(sqlite3.Connection):
     """A connection to a database that nobody else has open. Raises StoreError when closed if that did not stay so."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -123,8 +123,9 @@ class Store:
     def submit(self, commit: Commit, on_done: OnDone) -> None:
         """Have a commit stored after all earlier ones; never waits for the disk.
 
-        The writer's thread calls on_done: with None once it is on the disk, with ReportsRefusedError if it is without some of
-        its reports, with another error if the store was closed before, the file is damaged or gone, or the commit is malformed.
+        The writer's thread calls on_done: with None once it is on the disk, with ReportsRefusedError if it is there without
+        some of its reports, with another error if the store was closed before, the file is damaged or gone, or the commit is
+        malformed.
         While the disk is full, commits wait and are tried again.
         """
         with self._changed:

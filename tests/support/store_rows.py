@@ -152,7 +152,7 @@ def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def without_write_permission(folder: Path) -> Iterator[None]:
-    """Files of a folder can be read, and nothing in it written. Root is held up by no permission, so it becomes another user."""
+    """Allow to read the files of a folder, and nothing else. Permissions do not bind root, which becomes another user."""
     names = [folder, *folder.iterdir()]
     for name in names:
         name.chmod(0o555 if name.is_dir() else 0o444)

@@ -71,5 +71,5 @@ def test_a_reader_without_locks_tells_if_a_controller_came(folder):
     with without_write_permission(folder):
         reader = connect_reader(path)
     written(path, Commit(reports=[report(4)]))
-    with pytest.raises(StoreError, match="a controller opened .* try again"):
+    with pytest.raises(StoreError, match=r"a controller opened .* try again"):
         reader.close()

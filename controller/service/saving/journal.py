@@ -255,22 +255,22 @@ class Journal:
         """
         changes = self._in_flight.pop(pair)
         refused = error.seqs if isinstance(error, ReportsRefusedError) else {}
-        is_stored = error is None or bool(refused)
-        if is_stored:
+        failure = None if refused else error
+        if failure is None:
             self._num_collected -= len(changes.reports)
             self.num_commits += 1
             self.given_up.pop(pair, None)
         else:
             self.num_failed_commits += 1
-            self.given_up[pair] = error
-            log.error("a commit was given up, all of it goes into the next", reason=str(error))
+            self.given_up[pair] = failure
+            log.error("a commit was given up, all of it goes into the next", reason=str(failure))
             changes.add(self._unsaved.pop(pair, Unsaved(changes.since)))
             self._unsaved[pair] = changes
         for worker, epoch, seq in changes.marks.values():
             if worker.worker_key in refused:
                 worker.note_refusals(len(refused[worker.worker_key]), str(error))
                 self.note_worker(worker)
-            if is_stored and worker.epoch == epoch:  # no other incarnation has registered meanwhile
+            if failure is None and worker.epoch == epoch:  # no other incarnation has registered meanwhile
                 worker.durable_seq = max(worker.durable_seq, seq)
         self._landed.set()
         self._look_for_room()
