@@ -228,6 +228,18 @@ def test_end_tokens_are_ids_of_the_vocabulary(
     assert len(told) == (named not in (None, tiny_models.VOCAB_SIZE - 1))
 
 
+def test_sampling_defaults_are_those_of_the_generation_configuration(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(
+        folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.0, repetition_penalty="1.1", min_p=None
+    )
+    with caplog.at_level(logging.WARNING):
+        assert load(folder).sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    told = [one.getMessage() for one in caplog.records if "which no request may have" in one.getMessage()]
+    assert [text.split(": ")[1].split(" in its")[0] for text in told] == ["top_p is 0.0", "repetition_penalty is '1.1'"]
+
+
 def test_a_model_without_a_generation_configuration_ends_at_the_tokens_of_its_configuration(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     change(folder / "config.json", eos_token_id=[5, 6])

@@ -59,7 +59,9 @@ def extreme(rng: random.Random, seq: int, latencies: tuple[float, ...]) -> pb.St
         mean_context_length=rng.choice((0, MAX_TOKENS)),
         draft_prefill_s=rng.choice((0.0, MAX_LATENCY_S)),
         num_new_sequences=rng.choice((0, LIMITS.max_batch_size)),
-        class_histograms=[pb.ClassHistogram(request_class=k, accepted_histogram=h) for k, h in zip((1, 3), histograms, strict=True)],
+        class_histograms=[
+            pb.ClassHistogram(request_class=k, accepted_histogram=h) for k, h in zip((1, 3), histograms, strict=True)
+        ],
     )
     if rng.random() < 0.1:
         tokens = rng.choice((1, MAX_TOKENS))

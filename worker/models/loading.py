@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from speclen.worker.models.source import (
     refuse_unsuitable,
 )
 from speclen.worker.models.widen import widen
+from speclen.worker.requests.validation import RANGES
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ CPU_FLOAT32_PARAMETERS = 20_000_000
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
 # Tensors of older checkpoints that hold no weights: angles of rotary embeddings and causal masks.
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.\w+|(attn|attention)\.(bias|masked_bias))$")
+# Values of generation_config.json that hold where a request leaves them out, as in vLLM.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 NUM_NAMED = 3  # of many tensors in an error
 
 
@@ -44,7 +47,8 @@ class ModelPair:
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
     proposes; None: all.
-    eos_token_ids: ascending; any of them ends a sequence.
+    eos_token_ids: ascending; any of them ends a sequence. sampling_defaults: of generation_config.json, by the names of
+    SamplingParams, for requests that leave them out.
     """
 
     target: Any
@@ -58,6 +62,7 @@ class ModelPair:
     max_context_length: int
     vocab_size: int
     draft_context_length: int | None = None
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
 
 def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
@@ -93,6 +98,7 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
         max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
         draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
+        sampling_defaults=_sampling_defaults(sources[0].name, generation_config),
     )
 
 
@@ -217,6 +223,18 @@ def _match_vocabulary(draft: Any, vocab_size: int) -> None:
     draft.resize_token_embeddings(vocab_size, mean_resizing=False)
     for embedding in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         embedding.weight[old_size:] = embedding.weight[min(old_size, vocab_size) - 1]
+
+
+def _sampling_defaults(name: str, generation_config: Any) -> dict[str, float]:
+    """Sampling parameters of generation_config.json. Values that no request may have are left out, with a warning."""
+    named = {each: getattr(generation_config, each, None) for each in SAMPLING_DEFAULTS}
+    found = {each: value for each, value in named.items() if value is not None}
+    for each, value in list(found.items()):
+        low, high = RANGES[each]
+        if not isinstance(value, int | float) or not low <= value <= high or (each == "top_p" and not value):
+            log.warning("%s: %s is %r in its generation_config.json, which no request may have", name, each, value)
+            del found[each]
+    return found
 
 
 def _end_ids(name: str, generation_config: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:

@@ -82,6 +82,11 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     drafting = config.draft if config.has_draft else "no draft model: only n-grams are proposed (--draft names one)"
     progress(f"loading {config.target} and {drafting}")
     pair = load_pair(config.target, config.draft if config.has_draft else None, config.device, config.dtype)
+    if config.generation_config == "none":
+        pair.sampling_defaults = {}
+    if pair.sampling_defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in pair.sampling_defaults.items())
+        progress(f"requests sample by generation_config.json unless they say otherwise: {shown}")
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
