@@ -36,6 +36,7 @@ SERVED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe", "minimax_m2"), EXPERTS),
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "gpt_bigcode": GPT2,
+    "bert": LAYERED | {"is_decoder": True},
     "gpt_oss": EXPERTS | {"sliding_window": tiny_models.SLIDING_WINDOW},
     "gemma4_text": SHARED,
     "gemma4_unified_text": SHARED | {"hidden_size_per_layer_input": 0},
@@ -45,6 +46,7 @@ OWN = "attention in its own code"
 STATE = "recurrent state"
 KEPT = "keep more than keys and values"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("lets tokens attend to later ones", LAYERED),
     "bloom": (OWN, {"n_layer": 2, "hidden_size": 32, "n_head": 4}),
     "codegen": (OWN, GPT2 | {"rotary_dim": 4}),
     "gptj": (OWN, GPT2 | {"rotary_dim": 4}),
@@ -72,16 +74,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(family: str, settings: dict[str, Any]) -> None:
+def build(family: str, settings: dict[str, Any], backend: str = "torch") -> None:
     """Make an engine of a random model, as `load_pair` and `prepare` would of one that is loaded."""
     model = tiny_models.build(family, **settings)
     refuse_unsuitable(ModelSource(family, family, None, model.config, model.config.get_text_config()))
-    make_engine(make_pair(target=model, target_name=family), 0, check_models=True, max_speculation_length=0)
+    make_engine(
+        make_pair(target=model, target_name=family), 0, check_models=True, max_speculation_length=0, backend=backend
+    )
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_families_that_are_served(family: str) -> None:
     build(family, SERVED[family])
+
+
+def test_a_model_that_moves_a_bias_with_its_output_layer_runs_on_openvino() -> None:
+    pytest.importorskip("openvino")
+    build("bert", SERVED["bert"], "openvino")
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -137,6 +137,12 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "of-tomorrow"])
+def test_an_attention_that_the_configuration_names_need_not_be_installed(folder: Path, name: str) -> None:
+    change(folder / "config.json", attn_implementation=name)
+    load(folder)
+
+
 def without_tokenizer(folder: Path) -> None:
     for name in folder.glob("tokenizer*"):
         name.unlink()
@@ -146,10 +152,41 @@ def with_layers(number: int) -> Callable[[Path], None]:
     return lambda folder: change(folder / "config.json", num_hidden_layers=number)
 
 
+def as_integers(dtype: torch.dtype) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        weight = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+        with_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": (50 * weight).to(dtype)})
+
+    return write
+
+
+def with_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def adapter_alone(folder: Path) -> None:
+    with_adapter(folder)
+    (folder / "config.json").unlink()
+
+
+def tekken_alone(folder: Path) -> None:
+    without_tokenizer(folder)
+    (folder / "tekken.json").write_text('{"config": {}}')
+
+
 UNFIT: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights cut short": (cut_short, r": its weights \(\*\.safetensors\) cannot be loaded on cpu as float32: "),
     "no safetensors": (pickled, r"no \*\.safetensors"),
     "no tokenizer": (without_tokenizer, "tokenizer"),
+    "a tekken.json alone": (tekken_alone, r"its tekken\.json cannot .* put the model's tokenizer\.json beside it"),
+    "an adapter": (with_adapter, r"it has an adapter .* merge it into its base model"),
+    "an adapter alone": (adapter_alone, r"it has an adapter .* merge it into its base model"),
+    "another vocabulary": (
+        lambda folder: change(folder / "config.json", vocab_size=400),
+        r"lm_head\.weight is 320 x 32 in its files and 400 x 32 by its config\.json .* vocab_size",
+    ),
+    "integers without scales": (as_integers(torch.int8), r"hold weights as I8 without scales .*mlp\.up_proj\.weight"),
+    "bytes without scales": (as_integers(torch.float8_e4m3fn), "hold weights as F8_E4M3 without scales"),
     # transformers fills weights that a checkpoint lacks with random numbers and a warning.
     "a layer too few": (with_layers(3), r"weights are missing.*layers\.2"),
     "a layer too many": (with_layers(1), "9 weights for which llama has no use by its config.json"),

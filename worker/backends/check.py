@@ -35,13 +35,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 
 @dataclass(slots=True)
 class _Call:
-    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see."""
+    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see.
+
+    is_causal: as the layer says of itself.
+    """
 
     layer: int
     key_shape: torch.Size
     value_shape: torch.Size
     sliding_window: int | None
     has_bias: bool
+    is_causal: bool
     num_visible: int | None
 
 
@@ -67,7 +71,8 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     def record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> tuple[Any, None]:
         layer, has_bias = getattr(module, "layer_idx", -1), options.get("position_bias") is not None
         window, num_visible = options.get("sliding_window"), _num_visible(attention_mask)
-        calls.append(_Call(layer, key.shape, value.shape, window, has_bias, num_visible))
+        is_causal = getattr(module, "is_causal", True)
+        calls.append(_Call(layer, key.shape, value.shape, window, has_bias, is_causal, num_visible))
         return query.transpose(1, 2), None
 
     AttentionInterface.register(PROBE, record)
@@ -133,6 +138,11 @@ def _check_calls(calls: Sequence[_Call], config: Any, name: str) -> None:
     for index, call in enumerate(calls):
         if call.key_shape != call.value_shape:
             raise ModelError(f"{name}: keys and values of layer {index} have different shapes, which is not supported")
+        if not call.is_causal:
+            raise ModelError(
+                f"{name}: {config.model_type} lets tokens attend to later ones, as an encoder does, so it cannot generate: "
+                "choose a decoder, or set is_decoder to true in its config.json if it was trained as one"
+            )
         if call.has_bias:
             kind = config.model_type
             raise ModelError(f"{name}: layer {index} of {kind} attends with position_bias, which is not supported")
@@ -258,7 +268,8 @@ def _alone(model: Any, tokens: list[int]) -> torch.Tensor:
 def _short_logits(model: PassModel, tokens: list[int], ends: list[int]) -> torch.Tensor:
     """The same through a row, in one piece up to each end."""
     pieces = [prompt_part(0, tokens[start:end], start, model.device) for start, end in pairwise([0, *ends])]
-    return torch.cat([model.forward([piece])[0][0, -1:].float() for piece in pieces])
+    # Cloned: a backend may overwrite them in its next pass.
+    return torch.cat([model.forward([piece])[0][0, -1:].clone() for piece in pieces]).float()
 
 
 def _ragged_logits(model: PassModel, ids: list[list[int]], num_tail: int) -> torch.Tensor:
