@@ -29,7 +29,6 @@ from speclen.worker.models.source import (
     refuse_unsuitable,
 )
 from speclen.worker.models.widen import widen
-from speclen.worker.requests.validation import RANGES
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +52,8 @@ class ModelPair:
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
     proposes; None: all.
-    eos_token_ids: ascending; any of them ends a sequence. sampling_defaults: of generation_config.json, by the names of
-    SamplingParams, for requests that leave them out.
+    eos_token_ids: ascending; any of them ends a sequence. sampling_defaults: as read from
+    generation_config.json, for requests that leave them out.
     """
 
     target: Any
@@ -68,7 +67,7 @@ class ModelPair:
     max_context_length: int
     vocab_size: int
     draft_context_length: int | None = None
-    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
@@ -104,7 +103,9 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
         max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
         draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
-        sampling_defaults=_sampling_defaults(sources[0].name, generation_config),
+        sampling_defaults={
+            name: value for name in SAMPLING_DEFAULTS if (value := getattr(generation_config, name, None)) is not None
+        },
     )
 
 
@@ -202,9 +203,8 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
         weight, stored, expected = mismatched[0]
         shapes = [" x ".join(map(str, shape)) for shape in (stored, expected)]
         raise ModelError(
-            f"{source.name}: {weight} is {shapes[0]} in its files and {shapes[1]} by its config.json, and so are "
-            f"{len(mismatched)} weights in all (the first number of embeddings is vocab_size): use a checkpoint and a "
-            "configuration that fit together"
+            f"{source.name}: {weight} is {shapes[0]} in its files and {shapes[1]} by its config.json ({len(mismatched)} "
+            "weights differ; the first number of embeddings is vocab_size): use a checkpoint and a configuration that fit together"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{source.name}: {len(missing)} weights are missing from its files, {missing[0]} among them")
@@ -267,18 +267,6 @@ def _match_vocabulary(draft: Any, vocab_size: int) -> None:
     draft.resize_token_embeddings(vocab_size, mean_resizing=False)
     for embedding in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         embedding.weight[old_size:] = embedding.weight[min(old_size, vocab_size) - 1]
-
-
-def _sampling_defaults(name: str, generation_config: Any) -> dict[str, float]:
-    """Sampling parameters of generation_config.json. Values that no request may have are left out, with a warning."""
-    named = {each: getattr(generation_config, each, None) for each in SAMPLING_DEFAULTS}
-    found = {each: value for each, value in named.items() if value is not None}
-    for each, value in list(found.items()):
-        low, high = RANGES[each]
-        if not isinstance(value, int | float) or not low <= value <= high or (each == "top_p" and not value):
-            log.warning("%s: %s is %r in its generation_config.json, which no request may have", name, each, value)
-            del found[each]
-    return found
 
 
 def _end_ids(name: str, generation_config: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
