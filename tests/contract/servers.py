@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.transport.lifeline import start_tied
 from tests.support.addresses import free_address
 from tests.support.waiting import until
 
@@ -56,7 +57,7 @@ class Server:
     def start(self) -> Server:
         """Start the process; it may be started again after its end."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start_tied(
                 [*SPECLEN, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         return self

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from speclen.worker.backends import threads
+from tests.support.foreign import start_foreign
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux with schedstat")
@@ -20,7 +21,7 @@ def test_a_busy_neighbour_on_the_same_core_is_seen():
         "while time.monotonic() < end: pass\n"
         f"print(waited_share(before, read_usage({{{core}}})))"
     )
-    hog = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
+    hog = start_foreign([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
     try:
         found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     finally:

@@ -33,3 +33,11 @@ async def on_loop_until(condition: Callable[[], Value], timeout_s: float = 60.0)
 def resident_bytes() -> int:
     """Memory of this process, from the kernel: Linux alone."""
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process runs: Linux alone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -24,6 +24,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
+from tests.support.foreign import start_foreign
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +200,7 @@ def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iter
     (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
     command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
-        proxy = subprocess.Popen(command, stderr=log)
+        proxy = start_foreign(command, stderr=log)
     try:
         yield listens[0], listens[1]
     finally:

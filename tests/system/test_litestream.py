@@ -13,6 +13,7 @@ import pytest
 
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import group, registration, running_controller
+from tests.support.foreign import start_foreign
 from tests.support.store_rows import rows
 from tests.support.waiting import until
 
@@ -38,7 +39,7 @@ def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_p
     """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
     folder, database = tmp_path / "volume", tmp_path / "volume" / "speclen.db"
     environment = {**os.environ, "SPECLEN_DATABASE": str(database), "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}"}
-    replicating = subprocess.Popen(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
+    replicating = start_foreign(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
     try:
         with running_controller(folder) as controller:
             report_some(controller.address, 20)

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
-from tests.support.waiting import until
+from tests.support.waiting import is_alive, until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -217,10 +216,3 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
     parent.send_signal(signal.SIGINT)
     parent.wait(60)
     assert not any(is_alive(pid) for pid in children)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from speclen.transport.lifeline import start_tied
 from speclen.worker.models.loading import load_pair
 from tests.support.addresses import free_address
 from tests.support.http_worker import http_worker
@@ -49,7 +50,7 @@ class Terminal:
         }
 
     def start(self, line: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return start_tied(
             line.split(),
             cwd=self.folder,
             env=self.environment,

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from speclen.cli.support.processes import Child
+from speclen.transport.lifeline import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
@@ -35,7 +35,7 @@ def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
         models = ["--target", folders[0], "--draft", folders[1], "--device", "cpu"]
         child = Child("worker", ["worker"], address, tmp_path / "log")
         with child.log_file.open("wb") as log:
-            child.process = subprocess.Popen(
+            child.process = start_tied(
                 [sys.executable, str(SCRIPT), part, "worker", "--listen", address, *models, *options],
                 stdout=log,
                 stderr=log,

@@ -204,7 +204,8 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
         shapes = [" x ".join(map(str, shape)) for shape in (stored, expected)]
         raise ModelError(
             f"{source.name}: {weight} is {shapes[0]} in its files and {shapes[1]} by its config.json ({len(mismatched)} "
-            "weights differ; the first number of embeddings is vocab_size): use a checkpoint and a configuration that fit together"
+            "weights differ; the first number of embeddings is vocab_size): use a checkpoint and a configuration that fit "
+            "together"
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{source.name}: {len(missing)} weights are missing from its files, {missing[0]} among them")

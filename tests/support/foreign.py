@@ -1,0 +1,17 @@
+"""Programs of others that tests start: they die with the test process, however it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def start_foreign(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program that cannot be tied to this process by a pipe. On Linux alone, and from the main thread."""
+    libc = ctypes.CDLL(None)
+    return subprocess.Popen(command, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), **options)
