@@ -118,5 +118,9 @@ def model_label(name: str, config: Mapping[str, Any]) -> str:
     """Name with a digest of the model's configuration, which distinguishes models of one name."""
     # Without path and version of the file, so that workers on all machines share a context.
     what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    short = name if name.startswith("bundled:") else Path(name).name
-    return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"
+    return f"{short_name(name)}#{digest(json.dumps(what, sort_keys=True, default=str))}"
+
+
+def short_name(name: str) -> str:
+    """The name of a model without the folders that lead to it."""
+    return name if name.startswith("bundled:") else Path(name).name
