@@ -19,6 +19,7 @@ from speclen.store.database import Store, StoreConfig
 from speclen.store.files import WriterLock
 from speclen.store.opening import open_checked
 from speclen.store.records import ArmEstimateRow, Commit, ContextRow, DecisionRow, ReportRow, StateRow, WorkerRow
+from tests.support.waiting import PATIENCE_S
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
 
@@ -87,7 +88,7 @@ def moment(seqs: Sequence[int], **changes: Any) -> Commit:
     return replace(whole, **changes)
 
 
-def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exception | None:
+def store_now(store: Store, commit: Commit, timeout_s: float = PATIENCE_S) -> Exception | None:
     """Submit and wait for the answer."""
     done, outcome = threading.Event(), []
 

@@ -11,8 +11,11 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
+# Seconds to wait for what has to happen: it bounds a hang, and is no measure of the machine, which others may share.
+PATIENCE_S = 120.0
 
-def until(condition: Callable[[], Value], timeout_s: float = 60.0, what: str = "this") -> Value:
+
+def until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S, what: str = "this") -> Value:
     """The condition's value once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -21,7 +24,7 @@ def until(condition: Callable[[], Value], timeout_s: float = 60.0, what: str = "
     return value
 
 
-async def on_loop_until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
+async def on_loop_until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S) -> Value:
     """As `until`, while the event loop goes on."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -17,7 +17,7 @@ from speclen.worker.http.responses import json_response
 from speclen.worker.http.server import make_server, serving
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_hundreds_of_disconnects_leave_nothing_behind(worker):
         with connected(worker) as one:
             one.sendall(request[: len(request) - number % 3 * 40])
     # Connections are accepted in order: with this one all are, and none waits in the kernel to bring its request later.
-    assert httpx.get(f"{worker.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{worker.url}/health", timeout=PATIENCE_S).status_code == 200
     until(lambda: not (worker.server.server_state.connections or worker.server.server_state.tasks))
     until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
     until(lambda: not worker.async_engine.num_open)

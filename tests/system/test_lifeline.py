@@ -14,7 +14,7 @@ import pytest
 from speclen.store.database import Store
 from speclen.transport.lifeline import start_tied
 from tests.support.addresses import free_address
-from tests.support.waiting import is_alive, until
+from tests.support.waiting import PATIENCE_S, is_alive, until
 
 PARENT = """
 import os, signal, sys
@@ -45,14 +45,14 @@ def test_a_child_ends_when_its_parent_is_killed(child, when):
     if when == "later":
         assert is_alive(pid)
         parent.kill()
-    parent.wait(30)
+    parent.wait(PATIENCE_S)
     until(lambda: not is_alive(pid))
 
 
 def test_a_child_of_a_process_that_lives_goes_on_and_has_no_variable_for_its_own_children():
     names = "print(*[name for name in os.environ if 'LIFELINE' in name], sep='')"
     child = start_tied([sys.executable, "-c", f"import os; {READY} end_with_parent(); {names}"], stdout=subprocess.PIPE)
-    assert child.communicate(timeout=30)[0] == b"\n"
+    assert child.communicate(timeout=PATIENCE_S)[0] == b"\n"
     assert child.returncode == 0
 
 
@@ -65,7 +65,7 @@ def test_no_process_port_or_lock_is_left_by_a_killed_up(folders, tmp_path):
         up = start_tied(command, stdout=log, stderr=log)
     for address in (controller, worker):
         with grpc.insecure_channel(address) as channel:
-            grpc.channel_ready_future(channel).result(60)
+            grpc.channel_ready_future(channel).result(PATIENCE_S)
     children = [int(each) for each in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
     assert len(children) == 2
     up.send_signal(signal.SIGKILL)

@@ -14,7 +14,7 @@ from speclen.transport.lifeline import start_tied
 from speclen.worker.models.loading import load_pair
 from tests.support.addresses import free_address
 from tests.support.http_worker import http_worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -80,7 +80,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory):
     assert up.poll() is None, "".join(said)
     yield terminal
     up.terminate()
-    assert up.wait(60) == 0
+    assert up.wait(PATIENCE_S) == 0
 
 
 def test_nothing_in_readme_is_left_untried():
@@ -140,6 +140,6 @@ def test_python(worker, capsys):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_curl(worker):
     for block in blocks("bash", worker):
-        done = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
         assert '"object":"text_completion"' in done.stdout
         assert '"count":' in done.stdout

@@ -21,7 +21,7 @@ from speclen.transport.lifeline import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
 
@@ -60,16 +60,16 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start
     http = free_address()
     worker = start("engine", "--controller", "", "--http-listen", http)
     place = ("127.0.0.1", int(http.rpartition(":")[2]))
-    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle, socket.create_connection(place) as slow:
+    with httpx.Client(base_url=f"http://{http}", timeout=PATIENCE_S) as idle, socket.create_connection(place) as slow:
         assert idle.get("/health").status_code == 200
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         if edge == "grpc":
             with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as raised:
-                list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
+                list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=PATIENCE_S))
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             words = raised.value.details()
         else:
-            answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
+            answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE_S)
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (503, "engine_failed")
             words = error["message"]

@@ -9,6 +9,7 @@ from speclen.store.statements import Refusal
 from speclen.store.transaction import ReportsRefusedError
 from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk
     await asyncio.sleep(0.01)
     assert waiting.done() != waits
     await parts.store.land()
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, PATIENCE_S)
     assert parts.journal.num_waiting_reports == 0
 
 
