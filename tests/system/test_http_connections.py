@@ -1,6 +1,7 @@
 """Connections that send too slowly, too much or too early, or read too slowly, are ended; nothing of them stays behind."""
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -30,15 +31,11 @@ def completion(content: bytes) -> bytes:
     return head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
 
 
-def closed_after(one):
-    """Seconds until the server closes the connection."""
-    started = time.monotonic()
-    try:
+def until_closed(one):
+    """Return when the server has closed the connection; its timeout is a failure."""
+    with contextlib.suppress(ConnectionResetError):
         while one.recv(65_536):
             pass
-    except ConnectionResetError:
-        pass
-    return time.monotonic() - started
 
 
 def test_slow_headers_end_the_connection(worker, monkeypatch):
@@ -55,7 +52,8 @@ def test_slow_headers_end_the_connection(worker, monkeypatch):
         dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         second.sendall(b"G")
         empty.sendall(b"\r\n")  # begins no request, and took every timeout off the connection
-        assert all(closed_after(one) < 20 for one in (silent, dripping, second, empty))
+        for one in (silent, dripping, second, empty):
+            until_closed(one)
 
 
 def test_endless_headers_end_the_connection(worker):
