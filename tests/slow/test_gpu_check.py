@@ -1,10 +1,16 @@
-"""scripts/gpu_check goes through its parts on a CPU."""
+"""scripts/gpu_check goes through its parts on a CPU, and finds wrong tokens."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+
+import pytest
+
+from speclen.bench.gpu import checks
+from speclen.worker.backends.torch.recording import RerunRecorder
+from speclen.worker.models.loading import load_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,3 +31,19 @@ def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     assert set(rates) == {"adaptive", "fixed:2", "n-gram"}
     assert all(rate > 0 for row in rates.values() for rate in row.values())
     assert (tmp_path / "own.db").exists()
+
+
+def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = checks.generate
+
+    def lying(*arguments: object) -> list[list[int]]:
+        return [[*output[:-1], (output[-1] + 1) % 100] for output in honest(*arguments)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checks, "generate", lying)
+    pair = load_pair("bundled:target", "bundled:draft", "cpu", "float32")
+    found = checks.run_checks(pair, 6, RerunRecorder())
+    failed = [one.name for one in found if not one.passed]
+    assert failed == [
+        "plain steps generate what the target alone would",
+        "captured steps generate what the target alone would",
+    ]
