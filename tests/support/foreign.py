@@ -8,10 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
-
 
 def start_foreign(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     """Start a program that cannot be tied to this process by a pipe. On Linux alone, and from the main thread."""
-    libc = ctypes.CDLL(None)
-    return subprocess.Popen(command, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), **options)
+    libc, parent_death_signal = ctypes.CDLL(None), 1
+    return subprocess.Popen(command, preexec_fn=lambda: libc.prctl(parent_death_signal, signal.SIGKILL), **options)

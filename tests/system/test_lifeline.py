@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -68,7 +67,7 @@ def test_no_process_port_or_lock_is_left_by_a_killed_up(folders, tmp_path):
             grpc.channel_ready_future(channel).result(PATIENCE_S)
     children = [int(each) for each in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
     assert len(children) == 2
-    up.send_signal(signal.SIGKILL)
+    up.kill()
     up.wait()
     until(lambda: not any(map(is_alive, children)))
     for address in (controller, worker):
