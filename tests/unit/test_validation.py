@@ -85,26 +85,23 @@ def test_zero_is_not_absent():
     assert (sampling.top_p, sampling.max_tokens, sampling.n, sampling.seed, sampling.logprobs) == (0.0, 0, 0, 0, 0)
 
 
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+
+
 @pytest.mark.parametrize(
-    ("given", "over_grpc", "over_http"),
+    ("defaults", "given", "over_grpc", "over_http"),
     [
-        ({}, (0.6, 20, 0.9), (0.6, 20, 0.9)),
-        ({"temperature": 0.0}, (0.0, 20, 0.9), (0.0, 20, 0.9)),
-        ({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, (1.0, 0, 1.0), (1.0, 0, 1.0)),
+        ({}, {}, (0.0, 0, 1.0), (1.0, 0, 1.0)),
+        (DEFAULTS, {}, (0.6, 20, 0.9), (0.6, 20, 0.9)),
+        (DEFAULTS, {"temperature": 0.0}, (0.0, 20, 0.9), (0.0, 20, 0.9)),
+        (DEFAULTS, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, (1.0, 0, 1.0), (1.0, 0, 1.0)),
     ],
 )
-def test_the_models_defaults_hold_for_what_a_request_leaves_out(given, over_grpc, over_http):
-    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+def test_the_models_defaults_hold_for_what_a_request_leaves_out(defaults, given, over_grpc, over_http):
     found = to_sampling(pb.SamplingParams(**given), defaults)
     assert (found.temperature, found.top_k, found.top_p) == pytest.approx(over_grpc)
     found = translate.to_sampling(CompletionRequest(prompt="a", **given), 8, None, defaults)
     assert (found.temperature, found.top_k, found.top_p) == over_http
-
-
-def test_without_defaults_of_the_model_grpc_is_greedy_and_http_is_not():
-    assert to_sampling(pb.SamplingParams()).temperature == 0.0
-    found = translate.to_sampling(CompletionRequest(prompt="a", top_k=-1), 8, None, {})
-    assert (found.temperature, found.top_k) == (1.0, 0)
 
 
 FIELDS = {"temperature": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 2.0, "presence_penalty": 1.0}
