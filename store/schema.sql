@@ -86,12 +86,12 @@ CREATE TABLE arm_estimates (
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
-  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e300),  -- expected wall time of a whole step
+  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e200),  -- expected wall time of a whole step
   expected_tokens REAL NOT NULL CHECK (expected_tokens > 0.9 AND expected_tokens < 66),  -- per sequence and step, bonus included
   ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
-  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e300),
+  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e200),
   num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples
-  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e300),  -- their mean; NULL without any
+  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- their mean; NULL without any
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
@@ -123,8 +123,8 @@ CREATE TABLE decisions (
   previous_ngram INTEGER CHECK (previous_ngram IN (0, 1)),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
-  previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e300),
-  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e300),  -- both estimates are of the same moment
+  previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e200),
+  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e200),  -- both estimates are of the same moment
   reason TEXT NOT NULL,
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
   decided_at REAL NOT NULL CHECK (decided_at >= 0),
