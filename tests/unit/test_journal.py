@@ -164,9 +164,14 @@ async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
     parts.journal.commit()
     assert [commit.states[0].target for commit, _ in parts.store.commits] == ["t2"]
     assert list(parts.journal.given_up) == [KEY.pair]
+    await parts.store.land(0)
+    parts.journal.max_waiting_reports = 1
+    parts.send(worker, 2, 3)
+    await parts.journal.wait_for_room()  # which does not wait for a pair that makes none
     parts.estimator.save = save
     parts.journal.commit()
-    assert parts.store.last.workers[0].applied_seq == 1
+    assert (parts.journal.num_reports_dropped, seqs_of(parts.store.last)) == (2, [3])
+    assert parts.store.last.workers[0].applied_seq == 3
 
 
 async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):

@@ -128,18 +128,3 @@ def test_a_block_asks_for_the_share_of_capacity_that_it_names():
     block = make_block("mixed", CAPACITY, duration_s=2_000)
     asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
     assert asked / CAPACITY == pytest.approx(MEAN_LOAD, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("track", "changes", "words"),
-    [
-        ("rush-hour", {}, "'rush-hour'"),
-        ("mixed", {"capacity_tokens_per_s": 0.0}, "capacity"),
-        ("mixed", {"duration_s": float("nan")}, "duration"),
-        ("mixed", {"capacity_tokens_per_s": 1e12}, "--capacity"),
-        ("mixed", {"capacity_tokens_per_s": 1e-9}, "no request"),
-    ],
-)
-def test_what_is_no_track_is_named(track, changes, words):
-    with pytest.raises(ValueError, match=words):
-        make_block(track, **{"capacity_tokens_per_s": CAPACITY, **changes})
