@@ -31,7 +31,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize("wal", ["none", "empty"])
 @pytest.mark.parametrize("verb", ["tables", "explain --batch 3", "doctor --json", "export --format json", "replay"])
-def test_a_verb_says_the_same_of_a_database_that_cannot_be_written_to(folder, verb, wal):
+def test_a_verb_prints_the_same_without_write_permission(folder, verb, wal):
     path = write_database(folder / "s.db")
     if wal == "empty":
         (folder / "s.db-wal").touch()
@@ -47,7 +47,7 @@ def test_a_verb_says_the_same_of_a_database_that_cannot_be_written_to(folder, ve
         assert found.output == usual.output
 
 
-def test_a_backup_can_be_taken_of_it(folder):
+def test_a_backup_needs_no_write_permission(folder):
     path, target = write_database(folder / "s.db"), folder.parent / "copies" / "copy.db"
     with without_write_permission(folder):
         assert CliRunner().invoke(app, ["backup", str(target), "--db", str(path)]).exit_code == 0
@@ -55,7 +55,7 @@ def test_a_backup_can_be_taken_of_it(folder):
         assert copied.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 3
 
 
-def test_commits_that_a_killed_controller_left_in_the_wal_are_read_or_asked_for(folder):
+def test_commits_in_the_wal_of_a_killed_controller_are_read_or_refused(folder):
     path = write_killed_database(folder / "s.db")
     with without_write_permission(folder), closing(connect_reader(path)) as reader:
         assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 2
@@ -67,7 +67,7 @@ def test_commits_that_a_killed_controller_left_in_the_wal_are_read_or_asked_for(
         connect_reader(path)
 
 
-def test_a_reader_without_locks_tells_if_a_controller_came(folder):
+def test_a_reader_without_locks_notices_a_controller(folder):
     path = write_database(folder / "s.db")
     with without_write_permission(folder):
         reader = connect_reader(path)

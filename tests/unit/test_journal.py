@@ -64,8 +64,8 @@ async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_a_report_that_the_database_refuses_is_told_as_refused(parts, worker):
-    """It can never be stored: to hold back the mark for it would keep the worker's later reports in its memory."""
+async def test_a_report_that_the_database_refuses_is_counted_as_refused(parts, worker):
+    """It can never be stored. Holding back the mark for it would keep later reports in the worker's memory."""
     other = parts.worker("v")
     parts.send(worker, 1, 2)
     parts.send(other, 1)

@@ -251,7 +251,7 @@ class Journal:
     def _land(self, pair: Pair, error: Exception | None) -> None:
         """The store has answered. All of a commit that was given up goes into the next.
 
-        A report that the database refused is in the estimates alone: its worker is told so, and forgets it.
+        A report that the database refused is in the estimates alone; its worker gets that as a refusal, and forgets it.
         """
         changes = self._in_flight.pop(pair)
         refused = error.seqs if isinstance(error, ReportsRefusedError) else {}
