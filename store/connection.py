@@ -109,8 +109,8 @@ def _opened(path: Path) -> Connection:
 def _opened_unlocked(path: Path, uri: str) -> Connection:
     """Open a database that no program has open, without locks.
 
-    SQLite needs a -shm file beside a database in WAL mode, and cannot make one without write permission. Where there is none,
-    no program has the database open, and the file is complete unless a WAL was left.
+    SQLite needs a -shm file beside a database in WAL mode, and cannot make one without write permission. Where there is
+    none, no program has the database open, and the file is complete unless a WAL was left.
     """
     beside = {suffix: Path(os.path.realpath(path) + suffix) for suffix in ("-wal", "-shm")}
     if size_or_zero(beside["-wal"]):
