@@ -21,6 +21,7 @@ from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
 from speclen.cli.support.output import printing
+from speclen.transport.lifeline import end_with_parent
 
 VERBS: Verbs = {
     "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
@@ -203,6 +204,7 @@ def root(
 
 
 def main() -> None:
+    end_with_parent()
     # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -18,7 +18,15 @@ from rich.text import Text
 from speclen.cli.support.database import DB_OPTION, told
 from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
-from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, checking, in_one_line, sqlite3
+from speclen.store.connection import (
+    OLDEST_SAFE_SQLITE,
+    Connection,
+    UnlockedConnection,
+    checking,
+    in_one_line,
+    size_or_zero,
+    sqlite3,
+)
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
 
@@ -116,7 +124,7 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
     elif orphans:
         found = f"{len(orphans)} rows refer to something that is not there, the first in {orphans[0][0]}"
         yield Finding("integrity", "failed", found, "something else than speclen changed the file: restore a backup")
-    elif os.access(db, os.W_OK):
+    elif os.access(db, os.W_OK) and not isinstance(connection, UnlockedConnection):
         yield Finding("integrity", "ok", "every page, every value and every reference is sound")
     else:
         found = "every page and every reference is sound; values were not checked, as the file is read-only"
@@ -125,7 +133,7 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
 
 def space(db: Path, connection: Connection) -> Iterator[Finding]:
     wal = Path(os.path.realpath(db) + "-wal")  # beside the file that a link leads to
-    wal_bytes = wal.stat().st_size if wal.exists() else 0
+    wal_bytes = size_or_zero(wal)
     size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
     free = shutil.disk_usage(wal.parent).free
     found = f"{size}; {megabytes(free)} free on the disk"

@@ -86,10 +86,17 @@ def to_sglang(ranges: Sequence[Range]) -> Written:
     ]
 
 
+def to_llama_cpp(ranges: Sequence[Range]) -> Written:
+    """Flag of llama-server, which has one length for all batch sizes: that of one request."""
+    notes = [] if len(ranges) == 1 else ["llama.cpp has one length: this is the one for batch size 1"]
+    return f"--spec-draft-n-max {ranges[0].length}", notes
+
+
 WRITERS: dict[str, Callable[[Sequence[Range]], Written]] = {
     "vllm": to_vllm,
     "tensorrt-llm": to_tensorrt_llm,
     "sglang": to_sglang,
+    "llama.cpp": to_llama_cpp,
 }
 
 

@@ -70,14 +70,17 @@ def connect_writer(path: Path) -> Connection:
 
 
 def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Connection:
-    """A read-only connection to a live or closed database. Raises StoreError. advice: for a damaged file."""
+    """A read-only connection to a live or closed database. Raises StoreError. advice: for a damaged file.
+
+    Without write permission, to the file or its folder, a database that nobody has open is read without SQLite's locks.
+    """
     path = Path(path)
     if not path.is_file():
         raise StoreError(
             f"there is no database at {path}: start one with `speclen up`, or name another file with --db."
         )
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        connection = _opened(path)
         if is_new(connection):
             what = f"{path} has no tables, as after a first start that did not end"
             raise StoreError(f"{what}: start a controller on it, or delete it.")
@@ -86,6 +89,62 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
         raise refusal(path, error, advice=advice) from error
     connection.row_factory = sqlite3.Row
     return connection
+
+
+def _opened(path: Path) -> Connection:
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, timeout=5.0)
+    try:
+        is_new(connection)
+    except sqlite3.OperationalError as error:
+        connection.close()
+        if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not os.access(
+            path, os.R_OK
+        ):
+            raise
+        return _opened_unlocked(path, uri)
+    return connection
+
+
+def _opened_unlocked(path: Path, uri: str) -> Connection:
+    """Open a database that no program has open, without locks.
+
+    SQLite needs a -shm file beside a database in WAL mode, and cannot make one without write permission. Where there is
+    none, no program has the database open, and the file is complete unless a WAL was left.
+    """
+    beside = {suffix: Path(os.path.realpath(path) + suffix) for suffix in ("-wal", "-shm")}
+    if size_or_zero(beside["-wal"]):
+        raise StoreError(
+            f"{path} cannot be read without write permission to its folder, since {beside['-wal'].name} holds its last "
+            "commits and no -shm file is there: copy both files to a folder of your own, and name that copy."
+        )
+    return sqlite3.connect(f"{uri}&immutable=1", uri=True, factory=UnlockedConnection)
+
+
+class UnlockedConnection(sqlite3.Connection):
+    """A connection to a database that nobody else has open. Raises StoreError when closed if that did not stay so."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._name: str = self.execute("PRAGMA database_list").fetchone()[2]
+        self._state = self._state_now()
+
+    def _state_now(self) -> tuple[object, ...]:
+        found = os.stat(self._name)
+        return found.st_ino, found.st_size, found.st_mtime_ns, os.path.exists(self._name + "-shm")
+
+    def close(self) -> None:
+        super().close()
+        if self._state_now() != self._state:
+            raise StoreError(f"a controller opened {self._name} while it was read: try again.")
+
+
+def size_or_zero(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -97,6 +156,10 @@ def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
     """
     beside = os.path.exists(os.path.realpath(path) + "-wal")
     reader, examiner = connect_reader(path, advice), None
+    if isinstance(reader, UnlockedConnection):
+        with contextlib.closing(reader):
+            yield reader
+        return
     try:
         try:
             # Read-only again where the file is protected. It is never made.

@@ -123,8 +123,10 @@ class Store:
     def submit(self, commit: Commit, on_done: OnDone) -> None:
         """Have a commit stored after all earlier ones; never waits for the disk.
 
-        The writer's thread calls on_done: with None once it is on the disk, with an error if the store was closed before,
-        the file is damaged or gone, or the commit is malformed. While the disk is full, commits wait and are tried again.
+        The writer's thread calls on_done: with None once it is on the disk, with ReportsRefusedError if it is there without
+        some of its reports, with another error if the store was closed before, the file is damaged or gone, or the commit is
+        malformed.
+        While the disk is full, commits wait and are tried again.
         """
         with self._changed:
             if self._closing_at is not None:
@@ -140,7 +142,7 @@ class Store:
             detail = "every commit is on the disk"
             if self._failure:
                 num_reports = sum(len(commit.reports) for commit, _ in [*self._in_flight, *self._waiting])
-                detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
+                detail = f"{self._failure}; {num_reports} reports wait in memory and are tried again"
             if self._ended is not None:
                 detail = str(self._ended)
             return StoreHealth(
@@ -178,7 +180,7 @@ class Store:
         while waiting := self._take():
             outcome = self._store([commit for commit, _ in waiting])
             for place, (_, on_done) in enumerate(waiting):
-                _tell(on_done, outcome.failed.get(place))
+                _tell(on_done, outcome.errors.get(place))
             self._give_back_space()
 
     def _end(self, error: Exception) -> None:
@@ -239,7 +241,7 @@ class Store:
     def _wait_to_retry(self, error: Exception, delay: float) -> bool:
         """Note the failure and wait; False when it is time to stop."""
         with self._changed:
-            self._failure = str(error)
+            self._failure = f"commits fail ({error})"
             if self._closing_at is not None:
                 if time.monotonic() > self._closing_at:
                     return False
@@ -250,8 +252,8 @@ class Store:
 
     def _succeeded(self, outcome: Outcome, took_s: float) -> None:
         with self._changed:
-            self._failure = "".join(f"a commit was given up: {error}" for error in list(outcome.failed.values())[:1])
-            self._num_refused += outcome.num_refused
+            self._failure = str(next(iter(outcome.errors.values()), ""))
+            self._num_refused += len(outcome.refusals)
             self._in_flight = []
             self._last_commit_s = took_s
 
@@ -261,7 +263,7 @@ class Store:
         except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
             self._refuse_damage(error)
             with self._changed:
-                self._failure = str(error)
+                self._failure = f"commits fail ({error})"
 
 
 def _tell(on_done: OnDone, error: Exception | None) -> None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.store.connection import StoreError, refusal
+from speclen.store.connection import StoreError, refusal, size_or_zero
 
 # Seconds that a new writer waits for the lock: a killed process may take a moment to go, a look takes an instant.
 LOCK_PATIENCE_S = 0.3
@@ -242,10 +242,4 @@ def move_aside(path: Path) -> Path:
 
 def size_of(path: Path) -> int:
     """Bytes of the database and its WAL."""
-    total = 0
-    for name in (path, path.with_name(path.name + "-wal")):
-        try:
-            total += name.stat().st_size
-        except OSError:
-            continue
-    return total
+    return sum(map(size_or_zero, files_of(path)[:2]))

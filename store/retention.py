@@ -94,4 +94,5 @@ def give_back_space(connection: Connection) -> None:
     num_free = connection.execute("PRAGMA freelist_count").fetchone()[0]
     num_pages = connection.execute("PRAGMA page_count").fetchone()[0]
     if num_free >= max(VACUUM_ABOVE_PAGES, VACUUM_ABOVE_SHARE * num_pages):
-        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        # Frees a page per row without columns, of which the `execute` of Python's own library steps through one alone.
+        connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")

@@ -1,4 +1,6 @@
 -- The schema of a speclen database: run once on a new file. Another form needs another APPLICATION_ID in connection.py.
+-- CHECKs keep nonsense out and leave room for rounding. A nullable text has to name NULL: json_valid(NULL) is 0 before
+-- SQLite 3.41.
 -- Seconds end in _s, times that end in _at are seconds since 1970 (UTC), counts begin with num_. An arm is a speculation
 -- length (tokens of the draft model) with or without n-grams; columns named arm say it in words.
 
@@ -71,8 +73,8 @@ CREATE TABLE acceptance (
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
   position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
-  survival REAL NOT NULL CHECK (survival BETWEEN 0 AND 1),  -- P(positions 1..position all accepted)
-  num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e15),  -- evidence, after forgetting
+  survival REAL NOT NULL CHECK (survival >= 0 AND survival < 1.001),  -- P(positions 1..position all accepted)
+  num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e300),  -- evidence, after forgetting
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
   PRIMARY KEY (target, draft, position)
 ) STRICT, WITHOUT ROWID;
@@ -84,12 +86,12 @@ CREATE TABLE arm_estimates (
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
-  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e6),  -- expected wall time of a whole step
-  expected_tokens REAL NOT NULL CHECK (expected_tokens BETWEEN 1 AND 65),  -- per sequence and step, bonus included
+  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e200),  -- expected wall time of a whole step
+  expected_tokens REAL NOT NULL CHECK (expected_tokens > 0.9 AND expected_tokens < 66),  -- per sequence and step, bonus included
   ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
-  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e12),
+  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e200),
   num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples
-  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e6),  -- their mean; NULL without any
+  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- their mean; NULL without any
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
@@ -121,8 +123,8 @@ CREATE TABLE decisions (
   previous_ngram INTEGER CHECK (previous_ngram IN (0, 1)),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
-  previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e12),
-  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e12),  -- both estimates are of the same moment
+  previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e200),
+  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e200),  -- both estimates are of the same moment
   reason TEXT NOT NULL,
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
   decided_at REAL NOT NULL CHECK (decided_at >= 0),
@@ -157,12 +159,13 @@ CREATE TABLE step_reports (
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
   flags TEXT NOT NULL,  -- why the step is no usable sample ('prefill catch_up'), empty for an ordinary one
   probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
-  class_histograms TEXT CHECK (json_valid(class_histograms)),  -- {"greedy": [...], ...}; NULL: all are greedy
+  class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)),  -- {"greedy": [...], ...}; NULL: all are greedy
   num_drafted_sequences INTEGER NOT NULL CHECK (num_drafted_sequences BETWEEN 0 AND batch_size),
   num_verified_tokens INTEGER NOT NULL CHECK (num_verified_tokens BETWEEN 0 AND batch_size * 65),
   draft_prefill_s REAL NOT NULL CHECK (draft_prefill_s BETWEEN 0 AND 1e6),  -- since the previous report
   num_new_sequences INTEGER NOT NULL CHECK (num_new_sequences >= 0),  -- admitted as the step began
-  evaluations TEXT CHECK (json_valid(evaluations)),  -- [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]
+  -- [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]; NULL: none
+  evaluations TEXT CHECK (evaluations IS NULL OR json_valid(evaluations)),
   received_at REAL NOT NULL CHECK (received_at >= 0),
   arm TEXT GENERATED ALWAYS AS (CASE
     WHEN NOT ngram THEN CASE speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || speculation_length END

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from speclen.records import ProfileCell
 from speclen.store.connection import Connection, sqlite3
@@ -32,6 +32,13 @@ BLOCKS = (256, 64, 16, 4, 1)
 
 # What a row that breaks a rule of the schema raises; a full disk or a damaged file raises something else.
 BAD_ROW_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, ValueError)
+
+
+class Refusal(NamedTuple):
+    """A row that breaks a rule of the schema. reason: one sentence."""
+
+    reason: str
+    row: Sequence[Any]
 
 
 class Insert:
@@ -58,22 +65,22 @@ class Insert:
         head = f"INSERT INTO {self.table} ({', '.join(self.columns)}) VALUES "
         return {size: head + ", ".join([row] * size) + update for size in BLOCKS}
 
-    def run(self, connection: Connection, rows: Iterable[Sequence[Any]]) -> list[str]:
-        """Insert rows of values; returns why rows were refused, one sentence each, and inserts all others."""
-        waiting, start, refusals = list(rows), 0, []
+    def run(self, connection: Connection, rows: Iterable[Sequence[Any]]) -> list[Refusal]:
+        """Insert rows of values; returns the rows that were refused, and inserts all others."""
+        waiting, start, refusals = list(rows), 0, list[Refusal]()
         for size in BLOCKS:
             while len(waiting) - start >= size:
                 refusals += self._insert(connection, waiting[start : start + size])
                 start += size
         return refusals
 
-    def _insert(self, connection: Connection, block: Sequence[Sequence[Any]]) -> list[str]:
+    def _insert(self, connection: Connection, block: Sequence[Sequence[Any]]) -> list[Refusal]:
         """A statement that fails changes nothing, so every row of its block can still be tried alone."""
         try:
             connection.execute(self._statements[len(block)], tuple(chain.from_iterable(block)))
         except BAD_ROW_ERRORS as error:
             if len(block) == 1:
-                return [f"{self.table}: {error}"]
+                return [Refusal(f"{self.table}: {error}", block[0])]
             return [refusal for row in block for refusal in self._insert(connection, [row])]
         return []
 

@@ -15,18 +15,33 @@ from speclen.store import statements
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.records import Commit, ProfileRow, ReportRow, StoreEventRow
 from speclen.store.retention import Retention, enforce_retention
+from speclen.store.statements import Refusal
 
 
 class RefusedError(Exception):
     """The database refuses a row without which the others of its commit would be wrong."""
 
 
+class ReportsRefusedError(Exception):
+    """A commit was written without some of its reports, which the database refuses. seqs: by worker_key."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        super().__init__(f"the database refuses {len(refusals)} reports ({refusals[0].reason})")
+        self.seqs: defaultdict[int, list[int]] = defaultdict(list)
+        for refusal in refusals:
+            row = ReportRow(*refusal.row)
+            self.seqs[row.worker_key].append(row.seq)
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Result of a transaction. failed: by a commit's place, why nothing of it was written. num_refused: rows left out."""
+    """Result of a transaction. errors: by a commit's place, why it was not written, or not whole.
 
-    failed: dict[int, Exception] = field(default_factory=dict)
-    num_refused: int = 0
+    refusals: why rows were left out.
+    """
+
+    errors: dict[int, Exception] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
 
 
 def write(connection: Connection, commits: Sequence[Commit], retention: Retention, number: int, now: float) -> Outcome:
@@ -53,22 +68,27 @@ def _write_all(connection: Connection, commits: Sequence[Commit]) -> Outcome:
     for place, commit in enumerate(commits):
         connection.execute("SAVEPOINT one_commit")
         try:
-            refusals = _write_rows(connection, commit)
+            bad_reports, refusals = _write_rows(connection, commit)
+            if bad_reports:
+                outcome.errors[place] = ReportsRefusedError(bad_reports)
         except sqlite3.Error:
             raise
         except Exception as error:  # a row that cannot be written, or one that is no row
             connection.execute("ROLLBACK TO one_commit")
-            outcome.failed[place] = error
+            outcome.errors[place] = error
             refusals = [str(error)]
         connection.execute("RELEASE one_commit")
-        outcome.num_refused += len(refusals)
+        outcome.refusals += refusals
         events += _events_of(commit, refusals)
     statements.EVENTS["store_events"].run(connection, events)
     return outcome
 
 
-def _write_rows(connection: Connection, commit: Commit) -> list[str]:
-    """Raises RefusedError for a context, a worker's mark or a state that the database does not take."""
+def _write_rows(connection: Connection, commit: Commit) -> tuple[list[Refusal], list[str]]:
+    """Returns the reports that were left out, and why, as well as for other rows.
+
+    Raises RefusedError for a context, a worker's mark or a state that the database does not take.
+    """
     _insert_all(connection, commit, "contexts", "workers")
     refusals = _insert_profiles(connection, commit.profiles)
     bad_reports = statements.REPORTS.run(connection, commit.reports)
@@ -80,19 +100,19 @@ def _write_rows(connection: Connection, commit: Commit) -> list[str]:
     _insert_all(connection, commit, "states")
     for name, insert in statements.EVENTS.items():
         refusals += insert.run(connection, getattr(commit, name))
-    return refusals
+    return bad_reports, [refusal.reason for refusal in refusals]
 
 
 def _insert_all(connection: Connection, commit: Commit, *names: str) -> None:
     if refusals := _insert_newest(connection, commit, *names):
-        raise RefusedError(f"the database refuses a row of {refusals[0]}")
+        raise RefusedError(f"the database refuses a row of {refusals[0].reason}")
 
 
-def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[str]:
+def _insert_newest(connection: Connection, commit: Commit, *names: str) -> list[Refusal]:
     return [refusal for name in names for refusal in statements.NEWEST[name].run(connection, getattr(commit, name))]
 
 
-def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[str]:
+def _insert_profiles(connection: Connection, profiles: Sequence[ProfileRow]) -> list[Refusal]:
     refusals = []
     for row in profiles:
         profile = row.profile

@@ -51,6 +51,11 @@ class WorkerConfig(ServerSecurity):
         "adaptive", "adaptive, profile, or one arm for all steps: none, fixed:K, n-gram, 'n-gram else draft 3'."
     )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
+    generation_config: str = setting(
+        "auto",
+        "auto: requests that leave temperature, top_p, top_k, min_p or repetition_penalty out get the target's own, of its "
+        "generation_config.json; none: they get the defaults of the protocol.",
+    )
     worker_id: str = setting("", "Stable name in the fleet; default: host name and port.")
     threads: int = setting(
         0, "CPU threads for the models; 0: by model size, fewer while other processes want the cores.", least=0
@@ -85,6 +90,8 @@ class WorkerConfig(ServerSecurity):
         check_bounds(self)
         check_settings(self.device, self.dtype, self.backend)
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(f"--generation-config {self.generation_config!r} is unknown: use auto or none")
         length = (parse_policy(self.policy) or PLAIN).speculation_length
         if length > self.max_length:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")

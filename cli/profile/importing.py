@@ -9,16 +9,19 @@ from pathlib import Path
 import grpc
 
 from speclen.cli.support.client import Client
-from speclen.cli.support.database import DATABASE
+from speclen.cli.support.database import DATABASE, reading
 from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.whose import identity, owns
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
 from speclen.records import ContextKey
+from speclen.store.backup import is_empty
 from speclen.store.files import is_locked
+from speclen.store.queries import contexts
 from speclen.store.retention import KEEP_REPORTS
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.models.naming import short_name
 from speclen.worker.profiling.file import foreign_parts
 
 TIMEOUT_S = 30.0
@@ -63,6 +66,17 @@ def find_destination(db: Path, controller: str, client: Client) -> Destination:
             "address of the one that does" + ("" if is_locked(db) else ", or drop --controller, since none runs on it")
         )
     return Destination(Path(found.database), controller, client)
+
+
+def only_context(db: Path, target: str, draft: str) -> ContextKey | None:
+    """The one context of these models in a database; None for none or several, and where the file is on another machine."""
+    if is_empty(db):
+        return None
+    names = [short_name(target), short_name(draft) if draft else "none"]
+    with reading(db) as connection:
+        keys = [row.key for row in contexts(connection)]
+    found = [key for key in keys if [name.partition("#")[0] for name in key.pair] == names]
+    return found[0] if len(found) == 1 else None
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:

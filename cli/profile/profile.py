@@ -14,7 +14,7 @@ from speclen.cli.profile.analysis import analyse, analysis_json
 from speclen.cli.profile.analysis import plot as draw
 from speclen.cli.profile.analysis import show as show_tables
 from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
-from speclen.cli.profile.importing import check_same_context, find_destination
+from speclen.cli.profile.importing import check_same_context, find_destination, only_context
 from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DATABASE
 from speclen.cli.support.errors import say, user_errors, wrapped
@@ -23,6 +23,7 @@ from speclen.cli.support.flags import flags_from, ranges
 from speclen.transport.credentials import ClientSecurity
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
+from speclen.worker.models.naming import draft_of
 
 if TYPE_CHECKING:  # what imports torch is imported where it is used, after `set_spins`
     from speclen.worker.models.loading import ModelPair
@@ -159,7 +160,11 @@ def export(
 @flags_from(ClientSecurity)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
-    as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
+    as_prior: bool = typer.Option(
+        False,
+        "--as-prior",
+        help="Accept one of another context, as a starting point only.",
+    ),
     threads: int = THREADS,
     db: Path = DB,
     controller: str = CONTROLLER,
@@ -168,15 +173,19 @@ def import_(
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
-    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant.
+    A profile of another model, device, dtype or engine is refused, unless --as-prior is given. To find their
+    context, models are loaded, except with --as-prior where the database has one context of models of these names.
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
-    from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
+    target, draft = settings["target"], draft_of(settings["target"], settings["draft"])
+    here = only_context(destination.db, target, "" if draft == "none" else draft) if as_prior else None
+    if here is None:
+        from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
 
-    here = core_context(load(threads, settings), settings["backend"])
+        here = core_context(load(threads, settings), settings["backend"])
     if not as_prior:
         check_same_context(profile, here)
     profile_id = destination.take(document.to_request(here))
@@ -184,14 +193,14 @@ def import_(
         cells = len(document.profile.cells)
         print(json.dumps({"profile_id": profile_id, "num_cells": cells, "context": here._asdict()}))
     else:
-        print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
+        prior = f" as a prior of {here}" if as_prior else ""
+        print(wrapped(f"profile {profile_id}{prior} in {destination}", sys.stdout))
 
 
 def load(threads: int, settings: dict[str, Any]) -> ModelPair:
     """The pair that settings name, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
-    from speclen.worker.models.naming import draft_of
 
     with user_errors():
         target, draft, device, dtype = (settings[name] for name in MODELS)

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.whose import identity, occupant
+from speclen.transport.lifeline import start_tied
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0
@@ -71,7 +72,7 @@ class Child:
     def start(self) -> None:
         with self.log_file.open("ab") as log:
             self.log_begin, self.num_remarked = log.tell(), 0
-            self.process = subprocess.Popen(
+            self.process = start_tied(
                 [sys.executable, "-m", "speclen.cli.app", *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -52,7 +52,8 @@ class Intake:
                 worker.waiting.append(read_step(report, worker.limits))
             except InvalidMessageError as error:
                 refusals.append(error)
-        worker.num_refused += len(refusals)
+        if refusals:
+            worker.note_refusals(len(refusals), str(refusals[-1]))
         self.totals.refused.update(error.reason for error in refusals)
         if not self.learner.expect(worker):
             self.journal.note_worker(worker)  # counts changed

@@ -104,10 +104,10 @@ class Learner:
             prediction = self.prediction.setdefault(context.key, PredictionError())
             prediction.add(self.table(worker)[0], steps)
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
-        except Exception:  # else every resent report would repeat the crash
+        except Exception as error:  # else every resent report would repeat the crash
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
             self.totals.refused["estimator"] += len(steps)
-            worker.num_refused += len(steps)
+            worker.note_refusals(len(steps), f"the estimator failed ({error})")
             self.journal.note_worker(worker)
             self._start_anew(context)  # its state may be damaged
             return

@@ -75,10 +75,16 @@ class Worker:
     noted_at: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
+    last_refusal: str = ""
 
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise OldEpochError(self, epoch)
+
+    def note_refusals(self, number: int, reason: str) -> None:
+        """Count reports that are not learned from or not stored, for the worker's answers. reason: of the last one."""
+        self.num_refused += number
+        self.last_refusal = reason
 
     def take_probe_step(self, batch_size: int) -> Probe | None:
         """One step of the probe that is to be handed out, for a worker that asks for every arm by itself."""

@@ -49,8 +49,7 @@ class Stream:
         self.heard_at = time.monotonic()
         self.writing_since: float | None = None
         self.end: asyncio.Future[StreamEndError] = asyncio.get_running_loop().create_future()
-        self._num_refused = 0
-        self._last_refusal = ""
+        self._num_refused_before = 0
         self._sent_table: pb.LengthTable | None = None
         self._sent_durable_seq = -1
         self._lock = asyncio.Lock()
@@ -99,6 +98,7 @@ class Stream:
             raise InvalidMessageError("worker", "the first message of a stream must name the worker")
         self.worker = self.hub.find(request.worker)
         self.epoch = self.worker.epoch
+        self._num_refused_before = self.worker.num_refused
         self.hub.name(self, self.worker)
         return self.worker
 
@@ -106,10 +106,7 @@ class Stream:
         worker.check_epoch(self.epoch)
         check_range("the number of reports in a message", len(request.reports), 0, MAX_REPORTS)
         with self.hub.learner.sampling.measured():
-            refusals = self.hub.intake.take(worker, request.reports)
-        if refusals:
-            self._num_refused += len(refusals)
-            self._last_refusal = str(refusals[-1])
+            self.hub.intake.take(worker, request.reports)
 
     def has_news(self) -> bool:
         """True if the worker does not know the table, durable_seq or probe of this moment."""
@@ -132,8 +129,8 @@ class Stream:
         response = pb.StreamReportsResponse(
             applied_seq=worker.seqs.applied_seq,
             durable_seq=worker.durable_seq,
-            num_refused=self._num_refused,
-            last_refusal=self._last_refusal,
+            num_refused=worker.num_refused - self._num_refused_before,
+            last_refusal=worker.last_refusal,
             sample_every=self.hub.learner.sampling.sample_every,
         )
         table = self.hub.table(worker)

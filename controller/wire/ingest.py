@@ -123,31 +123,34 @@ def _class_histograms(report: pb.StepReport, step: StepRecord) -> tuple[tuple[in
 
 def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluation, ...]:
     check_range("the number of evaluations", len(report.evaluations), 0, MAX_EVALUATIONS)
-    return tuple(_evaluation(each, _numbers_of_arms(limits)) for each in report.evaluations)
+    return tuple(_evaluation(each, _evaluated_arms(limits)) for each in report.evaluations)
 
 
 @lru_cache
-def _numbers_of_arms(limits: Limits) -> tuple[int, ...]:
-    """Numbers of arms that an output may be evaluated for: all of the worker, or plain and n-grams alone."""
-    return (len(limits.arms()), 2) if limits.ngram else (len(limits.arms()),)
+def _evaluated_arms(limits: Limits) -> dict[int, list[Arm]]:
+    """Arms that an output may be evaluated for, by their number: all of the worker, or plain and n-grams alone."""
+    alone = {2: Limits(1, 0, ngram=True).arms()} if limits.ngram else {}
+    return alone | {len(limits.arms()): limits.arms()}
 
 
-def _evaluation(message: pb.OutputEvaluation, numbers_of_arms: tuple[int, ...]) -> OutputEvaluation:
-    """The steps of every arm, checked to be possible for so many tokens."""
+def _evaluation(message: pb.OutputEvaluation, known_arms: dict[int, list[Arm]]) -> OutputEvaluation:
+    """The steps of every arm, checked to be possible for that many tokens."""
     tokens = message.num_tokens
     check_range("evaluations.request_class", message.request_class, 1, NUM_CLASSES)
     check_range("evaluations.num_output_tokens", message.num_output_tokens, 1, MAX_TOKENS)
     check_range("evaluations.num_tokens", tokens, 1, message.num_output_tokens)
     lists = message.num_steps, message.num_drafted_steps, message.num_verified_tokens
-    if len(lists[0]) not in numbers_of_arms or len({*map(len, lists)}) > 1:
-        expected = " or ".join(map(str, numbers_of_arms))
+    arms = known_arms.get(len(lists[0]))
+    if arms is None or len({*map(len, lists)}) > 1:
+        expected = " or ".join(map(str, sorted(known_arms, reverse=True)))
         sentence = (
             f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {expected}"
         )
         raise InvalidMessageError("evaluations", sentence)
     steps, drafted, verified = map(tuple, lists)
-    for taken, with_draft, checked in zip(steps, drafted, verified, strict=True):
-        check_range("evaluations.num_steps", taken, 1, tokens)
+    for arm, taken, with_draft, checked in zip(arms, steps, drafted, verified, strict=True):
+        most = arm.max_tokens + 1  # tokens of a step
+        check_range("evaluations.num_steps", taken, -(-tokens // most), tokens)
         check_range("evaluations.num_drafted_steps", with_draft, 0, taken)
-        check_range("evaluations.num_verified_tokens", checked, taken, taken * (MAX_SPECULATION_LENGTH + 1))
+        check_range("evaluations.num_verified_tokens", checked, taken, taken * most)
     return OutputEvaluation(message.request_class - 1, message.num_output_tokens, tokens, steps, drafted, verified)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chaos.fault import Place
 from speclen.cli.support.processes import Child, without_settings
+from speclen.transport.lifeline import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
@@ -39,7 +39,7 @@ class Program(Child):
         few_threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         with self.log_file.open("ab") as log:
             self.log_begin = log.tell()
-            self.process = subprocess.Popen(
+            self.process = start_tied(
                 [sys.executable, *self.program, *self.arguments],
                 stdout=log,
                 stderr=log,

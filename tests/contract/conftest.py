@@ -45,13 +45,6 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 @pytest.fixture(scope="session")
-def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A controller for many reports that no test looks for on disk."""
-    with serving(servers.controller(tmp_path_factory.mktemp("forgetful"))) as shared:
-        yield shared
-
-
-@pytest.fixture(scope="session")
 def learned(controller: Shared) -> Path:
     """A database in which a simulated worker has learned, at 1, 4 and 12 sequences a step."""
     worker = SimulatedWorker(controller.channel, "learned", "learned", World())

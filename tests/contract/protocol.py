@@ -18,9 +18,9 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.v1 import generation_pb2 as gen
 from speclen.v1 import generation_pb2_grpc as gen_rpc
+from tests.support.waiting import PATIENCE_S
 
 MAX_BATCH_SIZE, MAX_LENGTH = 32, 8
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class Control:
         """RegisterWorker."""
         limits = pb.WorkerLimits(max_batch_size=MAX_BATCH_SIZE, max_speculation_length=MAX_LENGTH)
         request = pb.RegisterWorkerRequest(worker=self.identity, context=self.context, limits=limits, policy="adaptive")
-        response = self.stub.RegisterWorker(request, timeout=TIMEOUT_S)
+        response = self.stub.RegisterWorker(request, timeout=PATIENCE_S)
         return Registered(choices_of(response.table), response.durable_seq)
 
     def report_step(self, seq: int, step: Step) -> tuple[int, int]:
         """ReportStep: the length to use next, and the highest seq that arrived."""
         request = pb.ReportStepRequest(worker=self.identity, report=report_of(seq, step))
-        response = self.stub.ReportStep(request, timeout=TIMEOUT_S)
+        response = self.stub.ReportStep(request, timeout=PATIENCE_S)
         return response.speculation_length, response.applied_seq
 
     def learned(self) -> list[LearnedCell]:
         """GetLearnedTable of this context."""
-        response = self.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=self.context), timeout=TIMEOUT_S)
+        response = self.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=self.context), timeout=PATIENCE_S)
         [table] = response.tables
         return [
             LearnedCell(row.batch_min, row.batch_max, row.speculation_length, row.num_steps, row.source, row.is_best)
@@ -164,7 +164,7 @@ class Control:
         request = pb.ImportProfileRequest(
             context=self.context, cells=cells, survival=survival, num_survival_rows=[4000] * len(survival)
         )
-        return self.stub.ImportProfile(request, timeout=TIMEOUT_S).num_cells
+        return self.stub.ImportProfile(request, timeout=PATIENCE_S).num_cells
 
 
 class ReportStream:
@@ -221,7 +221,7 @@ def generate(
         request.text = prompt
     else:
         request.tokenized.input_ids.extend(prompt)
-    *_, last = gen_rpc.GenerationServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
+    *_, last = gen_rpc.GenerationServiceStub(channel).Generate(request, timeout=PATIENCE_S)
     done = last.complete
     counts = done.speculation
     return Completion(list(done.output_ids), done.text, counts.num_draft_tokens, counts.num_accepted_tokens)
@@ -246,7 +246,7 @@ class ServerInfo:
 
 def server_info(channel: grpc.Channel) -> ServerInfo:
     """GetServerInfo."""
-    info = gen_rpc.GenerationServiceStub(channel).GetServerInfo(gen.GetServerInfoRequest(), timeout=TIMEOUT_S)
+    info = gen_rpc.GenerationServiceStub(channel).GetServerInfo(gen.GetServerInfoRequest(), timeout=PATIENCE_S)
     return ServerInfo(
         info.worker.worker_id,
         choices_of(info.table),

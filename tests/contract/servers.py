@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.transport.lifeline import start_tied
 from tests.support.addresses import free_address
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 # Directory of `bundled:target`.
 BUNDLED_TARGET = str(resources.files("speclen.worker") / "bundled" / "target")
@@ -25,7 +26,7 @@ SPECLEN = (sys.executable, "-m", "speclen.cli.app")
 def speclen(*arguments: str, exit_code: int = 0) -> str:
     """Run a verb to its end; returns what it printed on standard output."""
     done = subprocess.run(
-        [*SPECLEN, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
+        [*SPECLEN, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "120"}
     )
     assert done.returncode == exit_code, f"{arguments} ended with {done.returncode}: {done.stderr}"
     return done.stdout
@@ -56,7 +57,7 @@ class Server:
     def start(self) -> Server:
         """Start the process; it may be started again after its end."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start_tied(
                 [*SPECLEN, *self.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         return self
@@ -79,7 +80,7 @@ class Server:
     def stop(self) -> int:
         """SIGTERM; returns the exit code."""
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE_S)
 
     def end(self) -> None:
         """Clean up after a test, whatever the state of the process."""

@@ -28,20 +28,15 @@ class Played:
     step: Step
     choice: int
 
-    @property
-    def is_probe(self) -> bool:
-        """True if the step was exploratory."""
-        return self.step.probe_id > 0
-
 
 class SimulatedWorker:
-    """A worker whose steps take no time. faulty: reports that all is accepted, every other step in a microsecond."""
+    """A worker whose steps take no time."""
 
     def __init__(self, channel: grpc.Channel, name: str, worker_id: str, world: World, seed: int = 0) -> None:
         self.control = Control(channel, name, worker_id)
         self.choices = dict(self.control.register().choices)
         self.stream = ReportStream(self.control)
-        self.world, self.faulty = world, False
+        self.world = world
         self.dice = np.random.default_rng(seed)
         self.history: list[Played] = []
         self.seq = 0
@@ -54,7 +49,7 @@ class SimulatedWorker:
             group = [self._step(batch_size) for _ in range(GROUP)]
             self.history += group
             first, self.seq = self.seq + 1, self.seq + GROUP
-            reports = enumerate((self._reported(played.step) for played in group), first)
+            reports = enumerate((played.step for played in group), first)
             answer = self.stream.send(reports, self.seq)
             self.choices.update(answer.choices)
             if answer.probes:
@@ -70,9 +65,3 @@ class SimulatedWorker:
         if not self._steps_left:
             self._probe = None
         return Played(step(self.world, batch_size, probe.length, self.dice, probe.probe_id), choice)
-
-    def _reported(self, step: Step) -> Step:
-        if not self.faulty:
-            return step
-        latency_s = 1e-6 if self.dice.random() < 0.5 else step.latency_s
-        return Step(step.batch_size, step.length, latency_s, (0,) * step.length + (step.batch_size,), step.probe_id)

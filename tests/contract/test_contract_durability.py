@@ -16,9 +16,10 @@ import numpy as np
 from tests.contract import protocol, servers
 from tests.contract.protocol import Control, ReportStream, Step
 from tests.contract.simulated import step
+from tests.support.waiting import PATIENCE_S
 from tests.support.world import World
 
-NUM_KILLS = 10
+NUM_KILLS = 5
 MAX_BEHIND = 2000
 
 
@@ -85,7 +86,7 @@ def end_in_peace(controller: servers.Server, reporters: list[Reporter]) -> None:
         for reporter in reporters:
             reporter.connect(channel)
         for reporter in reporters:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while reporter.durable_seq < reporter.last_seq:
                 assert time.monotonic() < deadline, "never acknowledged"
                 reporter.send(reporter.last_seq, reporter.last_seq)

@@ -6,6 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from speclen.bench.gpu import checks
+from speclen.worker.backends.torch.recording import RerunRecorder
+from speclen.worker.models.loading import load_pair
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,3 +29,19 @@ def test_a_dry_run_answers_every_question(tmp_path: Path) -> None:
         assert answer.startswith("skipped: " if skipped else "pass: "), f"{name}: {answer}"
     for name in ("cold", "sampling", "engine"):
         assert all(json.loads((tmp_path / f"{name}.json").read_text())["checks"].values())
+
+
+def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = checks.generate
+
+    def lying(*arguments: object) -> list[list[int]]:
+        return [[*output[:-1], (output[-1] + 1) % 100] for output in honest(*arguments)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checks, "generate", lying)
+    pair = load_pair("bundled:target", "bundled:draft", "cpu", "float32")
+    found = checks.run_checks(pair, 6, RerunRecorder())
+    failed = [one.name for one in found if not one.passed]
+    assert failed == [
+        "plain steps generate what the target alone would",
+        "captured steps generate what the target alone would",
+    ]

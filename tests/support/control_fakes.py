@@ -21,6 +21,7 @@ from speclen.controller.service.server import running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address
+from tests.support.waiting import PATIENCE_S
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:test", dtype="float32")
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
@@ -70,7 +71,7 @@ def running_controller(folder: Path, *options: str, run_id: str = "", client: Cl
     child = Child("controller", arguments, address, folder / "log", run_id=run_id, client=client or Client())
     child.start()
     try:
-        child.wait_until_serving(30)
+        child.wait_until_serving(PATIENCE_S)
         yield child
     finally:
         child.stop(20)

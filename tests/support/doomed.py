@@ -31,7 +31,7 @@ class Doomed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._connection, name)
-        return self._counting(found) if name in ("execute", "executemany") else found
+        return self._counting(found) if name in ("execute", "executemany", "executescript") else found
 
     def _counting(self, run: Any) -> Any:
         def counted(sql: str, *values: Any) -> Any:

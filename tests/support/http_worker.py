@@ -31,7 +31,7 @@ from speclen.worker.service.server import open_service
 from tests.support.control_parts import client
 from tests.support.engines import make_engine
 from tests.support.served import parts_of
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 MODEL = "tiny"
 KEY = "0123456789abcdef"
@@ -102,19 +102,19 @@ def http_worker(
     loop_thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     engine_thread.start()
     loop_thread.start()
-    assert started.wait(30)
+    assert started.wait(PATIENCE_S)
     try:
         yield worker
     finally:
         loop.call_soon_threadsafe(stopping.set)
-        loop_thread.join(30)
+        loop_thread.join(PATIENCE_S)
         engine.stop()
-        engine_thread.join(30)
+        engine_thread.join(PATIENCE_S)
         loop.close()
         assert not loop_thread.is_alive()
 
 
-def until_idle(engine: Engine, timeout_s: float = 60.0) -> None:
+def until_idle(engine: Engine, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the engine holds no sequence and no request waits."""
     until(lambda: not (engine.load().num_running or engine.load().num_waiting), timeout_s)
 
@@ -122,7 +122,9 @@ def until_idle(engine: Engine, timeout_s: float = 60.0) -> None:
 def post(worker: HttpWorker, body: Any, path: str = "/v1/completions") -> httpx.Response:
     """body: bytes are sent as they are, everything else as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30)
+    return httpx.post(
+        f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+    )
 
 
 def over_grpc(worker: HttpWorker, text: str = "a", speculation: Any = None, **sampling: Any) -> list[Any]:
@@ -130,12 +132,12 @@ def over_grpc(worker: HttpWorker, text: str = "a", speculation: Any = None, **sa
     parameters = pb.SamplingParams(**sampling)
     request = pb.GenerateRequest(text=text, sampling_params=parameters, speculation=speculation)
     with grpc.insecure_channel(worker.grpc) as channel:
-        return [one.complete for one in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
+        return [one.complete for one in rpc.GenerationServiceStub(channel).Generate(request, timeout=PATIENCE_S)]
 
 
 def connected(worker: HttpWorker) -> socket.socket:
     host, _, port = worker.http.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
 def head(line: str, headers: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.servicer import GenerationServicer
 from tests.support import engines
 from tests.support.control_parts import client
+from tests.support.waiting import PATIENCE_S
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -47,7 +48,7 @@ class Served:
         return raised.value.code().name, raised.value.details() or ""
 
     async def all(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        return [response async for response in self.stub.Generate(request, timeout=30)]
+        return [response async for response in self.stub.Generate(request, timeout=PATIENCE_S)]
 
 
 def parts_of(
@@ -86,7 +87,7 @@ def held(engine: Engine) -> Iterator[threading.Event]:
     go_on, launch = threading.Event(), engine.runner.launch
 
     def wait_and_launch(plan: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         return launch(plan)
 
     with mock.patch.object(engine.runner, "launch", wait_and_launch):

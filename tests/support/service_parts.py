@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner, Totals
@@ -55,9 +56,10 @@ class Parts:
     """Everything of one controller."""
 
     clock: Clock = field(default_factory=Clock)
-    estimator: FakeEstimator = field(default_factory=FakeEstimator)
+    estimator: Any = field(default_factory=FakeEstimator)
     store: FakeStore = field(default_factory=FakeStore)
     totals: Totals = field(default_factory=Totals)
+    limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         self.registry = Registry(self.clock, 100, 100)
@@ -66,7 +68,7 @@ class Parts:
         self.intake = Intake(self.registry, self.learner, self.journal, self.totals, self.clock)
 
     def worker(self, worker_id: str = "w", epoch: int = 7, key: ContextKey = KEY, policy: str = "adaptive") -> Worker:
-        return self.intake.register(Registration(worker_id, epoch, key, LIMITS, "host:1", policy))
+        return self.intake.register(Registration(worker_id, epoch, key, self.limits, "host:1", policy))
 
     def send(self, worker: Worker, *seqs: int, learn: bool = True) -> None:
         """Reports arrive, and are learned from, or wait."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from speclen.store.database import Store, StoreConfig
 from speclen.store.files import WriterLock
 from speclen.store.opening import open_checked
 from speclen.store.records import ArmEstimateRow, Commit, ContextRow, DecisionRow, ReportRow, StateRow, WorkerRow
+from tests.support.waiting import PATIENCE_S
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
 
@@ -86,7 +88,7 @@ def moment(seqs: Sequence[int], **changes: Any) -> Commit:
     return replace(whole, **changes)
 
 
-def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exception | None:
+def store_now(store: Store, commit: Commit, timeout_s: float = PATIENCE_S) -> Exception | None:
     """Submit and wait for the answer."""
     done, outcome = threading.Event(), []
 
@@ -147,3 +149,20 @@ def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     found: list[tuple[Any, ...]] = ast.literal_eval(done.stdout)
     return found
+
+
+@contextmanager
+def without_write_permission(folder: Path) -> Iterator[None]:
+    """Allow to read the files of a folder, and nothing else. Permissions do not bind root, which becomes another user."""
+    names = [folder, *folder.iterdir()]
+    for name in names:
+        name.chmod(0o555 if name.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        for name in names:
+            name.chmod(0o755)

@@ -7,7 +7,7 @@ import time
 
 from tests.support import fake_vllm
 from tests.support.control_fakes import served
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 
@@ -64,7 +64,7 @@ def controller(tmp_path, **options):
 
     thread = threading.Thread(target=lambda: asyncio.run(hold()))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(PATIENCE_S)
     try:
         yield found[0]
     finally:

@@ -11,8 +11,11 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
+# Seconds to wait for what has to happen: it bounds a hang, and is no measure of the machine, which others may share.
+PATIENCE_S = 120.0
 
-def until(condition: Callable[[], Value], timeout_s: float = 60.0, what: str = "this") -> Value:
+
+def until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S, what: str = "this") -> Value:
     """The condition's value once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -21,7 +24,7 @@ def until(condition: Callable[[], Value], timeout_s: float = 60.0, what: str = "
     return value
 
 
-async def on_loop_until(condition: Callable[[], Value], timeout_s: float = 60.0) -> Value:
+async def on_loop_until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S) -> Value:
     """As `until`, while the event loop goes on."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -33,3 +36,11 @@ async def on_loop_until(condition: Callable[[], Value], timeout_s: float = 60.0)
 def resident_bytes() -> int:
     """Memory of this process, from the kernel: Linux alone."""
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * mmap.PAGESIZE
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process runs: Linux alone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

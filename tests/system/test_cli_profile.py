@@ -122,7 +122,7 @@ def test_import_seeds_the_same_context_elsewhere(measured: Path, folders: tuple[
 
 
 def test_a_profile_of_another_context_is_only_taken_as_a_prior(
-    measured: Path, folders: tuple[str, str], tmp_path: Path
+    measured: Path, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = tmp_path / "other.db"
     other = [*models(folders)[:-1], 2]
@@ -134,6 +134,10 @@ def test_a_profile_of_another_context_is_only_taken_as_a_prior(
     assert not db.exists()
     call("import", measured / "p.json", *other, "--db", db, "--as-prior")
     assert "threads=2" in rows(db, "SELECT engine_fingerprint FROM contexts")[0][0]
+    # Known by now: no model is loaded, and no torch imported.
+    monkeypatch.delattr(speclen.cli.profile.profile, "load")
+    assert "threads=2" in call("import", measured / "p.json", *other, "--db", db, "--as-prior").stdout
+    assert rows(db, "SELECT count(*) FROM contexts") == [(1,)]
 
 
 def change(content: dict[str, Any], path: Sequence[object], value: object) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from speclen.worker.service import server as worker
 from tests.support.addresses import free_address
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.control_fakes import running_controller
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
             ending.callback(server.stop, None)
             silent = ending.enter_context(grpc.insecure_channel(address, PINGS_OFTEN))
             idle = ending.enter_context(grpc.insecure_channel(address, [*PINGS_OFTEN, OF_ITS_OWN]))
-            grpc.channel_ready_future(idle).result(10)
+            grpc.channel_ready_future(idle).result(PATIENCE_S)
             idle.subscribe(states.append)
             watches.append(health_pb2_grpc.HealthStub(silent).Watch(health_pb2.HealthCheckRequest()))
             next(watches[-1])

@@ -21,6 +21,7 @@ from tests.support.control_fakes import (
     to_the_end,
     until_durable,
 )
+from tests.support.waiting import PATIENCE_S
 
 
 async def opened(at, worker_id="w"):
@@ -52,7 +53,7 @@ async def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs(tm
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wait_for(wait(), 5)
+        await asyncio.wait_for(wait(), PATIENCE_S)
 
 
 async def test_a_message_has_a_largest_number_of_reports(tmp_path):
@@ -130,7 +131,7 @@ async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path)
             await asyncio.sleep(0.1)
         code, details = ended.result()
         assert (code, "no message for 1.5 s" in details) == ("DEADLINE_EXCEEDED", True)
-        assert 1.0 < time.monotonic() - started < 30.0
+        assert time.monotonic() - started > 1.0
 
 
 async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(tmp_path):
@@ -156,7 +157,7 @@ async def test_a_worker_that_does_not_read_is_not_read_from_either(tmp_path):
         call, _ = await opened(at)
         for number in range(200):
             await call.write(group(number + 1, number + 1))
-            assert await asyncio.wait_for(call.read(), 2.0) is not aio.EOF
+            assert await asyncio.wait_for(call.read(), PATIENCE_S) is not aio.EOF
             if "deaf" not in streams.by_worker and number > 5:
                 break
             await asyncio.sleep(0.05)

@@ -18,6 +18,7 @@ from speclen.controller.service.server import end
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3
 from tests.support.control_fakes import group, registration, served, to_the_end
+from tests.support.waiting import PATIENCE_S
 
 
 def broken(*arguments, **more):
@@ -42,7 +43,7 @@ async def test_a_part_that_ends_is_a_failure_of_the_controller(tmp_path, monkeyp
     monkeypatch.setattr(kind, method, soon_broken)
 
     async with lacking(f"{part} has ended", tmp_path) as at:
-        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
+        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), PATIENCE_S)
         assert str(failure) == f"{part} has ended: broken for a test"
 
 
@@ -69,7 +70,9 @@ asyncio.run(server.serve(config, lambda line: print(line, flush=True)))
 
 
 def test_a_thread_that_ends_takes_the_process_with_it_at_once(tmp_path):
-    done = subprocess.run([sys.executable, "-c", BREAKING, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", BREAKING, tmp_path], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     ended = time.monotonic()
     assert done.returncode == 1, done.stderr
     assert ended - float(done.stdout.split("BROKEN")[1].split()[0]) < 10, "a second, and what a busy machine adds"
@@ -105,7 +108,7 @@ async def test_health_is_not_serving_while_a_controller_whose_store_has_ended_is
         monkeypatch.setattr("speclen.store.database.write", broken)
         with contextlib.suppress(aio.AioRpcError):
             await at.stub.RegisterWorker(registration())
-        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
+        failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), PATIENCE_S)
         assert "broken for a test" in str(failure)
         request = health_pb2.HealthCheckRequest(service="speclen.store")
         watch = health_pb2_grpc.HealthStub(at.channel).Watch(request)

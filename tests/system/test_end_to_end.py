@@ -10,6 +10,7 @@ from speclen.cli.support.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = "def add(a, b):\n    return"
 NUM_TOKENS = 300
@@ -26,21 +27,21 @@ def test_both_edges_serve_and_their_streams_end_before_the_worker_does(tmp_path)
         worker.wait_until_serving(120)
         url = f"http://{http}/v1/completions"
         body = {"model": "pair", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
+        text = httpx.post(url, json=body, timeout=PATIENCE_S).json()["choices"][0]["text"]
         sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         request = pb.GenerateRequest(text=PROMPT, sampling_params=sampling, stream=True)
         with (
             grpc.insecure_channel(worker.address) as channel,
-            httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response,
+            httpx.stream("POST", url, json=body | {"stream": True}, timeout=PATIENCE_S) as response,
         ):
-            running = rpc.GenerationServiceStub(channel).Generate(request, timeout=60)
+            running = rpc.GenerationServiceStub(channel).Generate(request, timeout=PATIENCE_S)
             next(running)
             lines = response.iter_lines()
             events = [next(lines)]
             worker.process.send_signal(signal.SIGTERM)
             *_, last = running
             events += [line for line in lines if line]
-        assert worker.process.wait(30) == 0
+        assert worker.process.wait(PATIENCE_S) == 0
         assert "Traceback" not in worker.log_file.read_text()
     finally:
         worker.stop(timeout_s=20.0)

@@ -20,6 +20,7 @@ from speclen.worker.requests.request import EngineFailedError, FinishReason, Seq
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import engines
 from tests.support.engines import PROMPT, Arms, Collected, finish, generate, make_engine, request
+from tests.support.waiting import PATIENCE_S
 
 
 def fail_once_with_prompts(engine: Engine) -> list[int]:
@@ -149,11 +150,11 @@ class Running:
         return self.future
 
     def wait(self, num_ended: int = 1) -> None:
-        assert all(self.ended.acquire(timeout=30) for _ in range(num_ended))
+        assert all(self.ended.acquire(timeout=PATIENCE_S) for _ in range(num_ended))
 
     def stop(self) -> None:
         self.engine.stop()
-        assert self.future.result(30) is None
+        assert self.future.result(PATIENCE_S) is None
 
 
 def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +237,7 @@ def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(EngineFailedError, match="start the worker again"):
         running.submit("late")
     with pytest.raises(EngineFailedError):
-        future.result(30)
+        future.result(PATIENCE_S)
     assert engine.failure is future.exception()
     assert engine.failure.__cause__ is error
     assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)

@@ -24,7 +24,8 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
-from tests.support.waiting import until
+from tests.support.foreign import start_foreign
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 ENVOY = os.environ.get("ENVOY") or shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
@@ -115,7 +116,7 @@ async def test_envoy_repeats_nothing_that_has_begun(tmp_path):
         before = breaking.num_requests, whole.num_requests
         broken = 0
         for _ in range(30):
-            call = rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0)
+            call = rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=PATIENCE_S)
             with contextlib.suppress(aio.AioRpcError):
                 async for _ in call:
                     pass
@@ -165,7 +166,7 @@ def test_over_http_envoy_passes_tokens_on_and_tries_a_refused_request_at_another
                     return client.get("/v1/models").status_code == 200
                 return False
 
-            until(is_answered, 30.0, "an answer")
+            until(is_answered, what="an answer")
             assert [client.get("/v1/models").status_code for _ in range(30)] == [200] * 30
         assert 503 in refused
         assert set(refused + answered) == {200, 503}
@@ -199,12 +200,12 @@ def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iter
     (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
     command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
-        proxy = subprocess.Popen(command, stderr=log)
+        proxy = start_foreign(command, stderr=log)
     try:
         yield listens[0], listens[1]
     finally:
         proxy.terminate()
-        proxy.wait(20)
+        proxy.wait(PATIENCE_S)
 
 
 @contextlib.asynccontextmanager
@@ -215,7 +216,7 @@ async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Chann
             # A request waits until Envoy listens, and fails until it has checked its workers.
             for _ in range(300):
                 with contextlib.suppress(grpc.RpcError):
-                    await anext(aiter(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=5.0)))
+                    await anext(aiter(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=PATIENCE_S)))
                     break
                 await asyncio.sleep(0.1)
             else:
@@ -229,7 +230,9 @@ async def share(channel: aio.Channel, num: int, at_once: int) -> None:
 
     async def one() -> None:
         async with turns:
-            answers = [answer async for answer in rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0)]
+            answers = [
+                answer async for answer in rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=PATIENCE_S)
+            ]
             assert len(answers[-1].complete.output_ids) == 4
 
     await asyncio.gather(*(one() for _ in range(num)))

@@ -16,7 +16,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.http_worker import HttpWorker, http_worker, over_grpc, post
 from tests.support.served import held
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -38,7 +38,7 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
         answers = [pool.submit(post, worker, ENDLESS) for _ in range(4)]
         until(lambda: worker.async_engine.num_open == 4 and worker.engine.load().num_running == 1)
         with grpc.insecure_channel(worker.grpc) as channel:
-            info = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+            info = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE_S)
         assert (info.num_requests_running, info.num_requests_waiting) == (1, 3)
         with pytest.raises(grpc.RpcError) as raised:
             over_grpc(worker)

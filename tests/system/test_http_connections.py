@@ -1,6 +1,7 @@
 """Connections that send too slowly, too much or too early, or read too slowly, are ended; nothing of them stays behind."""
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -17,7 +18,7 @@ from speclen.worker.http.responses import json_response
 from speclen.worker.http.server import make_server, serving
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,11 @@ def completion(content: bytes) -> bytes:
     return head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
 
 
-def closed_after(one):
-    """Seconds until the server closes the connection."""
-    started = time.monotonic()
-    try:
+def until_closed(one):
+    """Return when the server has closed the connection; its timeout is a failure."""
+    with contextlib.suppress(ConnectionResetError):
         while one.recv(65_536):
             pass
-    except ConnectionResetError:
-        pass
-    return time.monotonic() - started
 
 
 def test_slow_headers_end_the_connection(worker, monkeypatch):
@@ -55,7 +52,8 @@ def test_slow_headers_end_the_connection(worker, monkeypatch):
         dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         second.sendall(b"G")
         empty.sendall(b"\r\n")  # begins no request, and took every timeout off the connection
-        assert all(closed_after(one) < 20 for one in (silent, dripping, second, empty))
+        for one in (silent, dripping, second, empty):
+            until_closed(one)
 
 
 def test_endless_headers_end_the_connection(worker):
@@ -178,7 +176,7 @@ def test_hundreds_of_disconnects_leave_nothing_behind(worker):
         with connected(worker) as one:
             one.sendall(request[: len(request) - number % 3 * 40])
     # Connections are accepted in order: with this one all are, and none waits in the kernel to bring its request later.
-    assert httpx.get(f"{worker.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{worker.url}/health", timeout=PATIENCE_S).status_code == 200
     until(lambda: not (worker.server.server_state.connections or worker.server.server_state.tasks))
     until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
     until(lambda: not worker.async_engine.num_open)

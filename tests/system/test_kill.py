@@ -16,9 +16,10 @@ sys.path.insert(0, sys.argv[2])
 from tests.support.doomed import doom
 from tests.support.store_rows import moment, report, store_now
 from speclen.store.database import Store, StoreConfig
-from speclen.store.retention import Retention
+from speclen.store import retention
+retention.VACUUM_ABOVE_PAGES, retention.VACUUM_PAGES = 50, 25
 doom()
-store = Store.open(sys.argv[1], StoreConfig(retention=Retention(max_report_rows=10)))
+store = Store.open(sys.argv[1], StoreConfig(retention=retention.Retention(max_report_rows=10)))
 first = store.load().workers[0].applied_seq + 1
 for seq in range(first, first + 100):
     store_now(store, moment([seq], reports=[report(seq)]))
@@ -27,7 +28,7 @@ for seq in range(first, first + 100):
 
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
     """A process of its own deletes most of a file's reports and gives the space back."""
-    path = written(tmp_path / "s.db", moment(range(1, 140_001)))
+    path = written(tmp_path / "s.db", moment(range(1, 14_001)))
     command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
     for count in (1, 2):
         environment = {**os.environ, "KILL_AT": f"PRAGMA incremental_vacuum:{count}"}

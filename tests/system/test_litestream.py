@@ -13,8 +13,9 @@ import pytest
 
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.control_fakes import group, registration, running_controller
+from tests.support.foreign import start_foreign
 from tests.support.store_rows import rows
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 LITESTREAM = shutil.which("litestream") or shutil.which("litestream", path=str(Path(sys.executable).parent))
 CONFIG = Path(__file__).parents[2] / "deploy" / "litestream" / "litestream.yml"
@@ -28,8 +29,8 @@ def report_some(address: str, last_seq: int) -> None:
     """Send reports 1 to last_seq and wait until they are durable."""
     with grpc.insecure_channel(address) as channel:
         stub = rpc.ControlServiceStub(channel)
-        stub.RegisterWorker(registration(), timeout=30)
-        answers = stub.StreamReports(iter([group(1, last_seq)]), timeout=30)
+        stub.RegisterWorker(registration(), timeout=PATIENCE_S)
+        answers = stub.StreamReports(iter([group(1, last_seq)]), timeout=PATIENCE_S)
         assert max(answer.durable_seq for answer in answers) == last_seq
 
 
@@ -38,7 +39,7 @@ def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_p
     """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
     folder, database = tmp_path / "volume", tmp_path / "volume" / "speclen.db"
     environment = {**os.environ, "SPECLEN_DATABASE": str(database), "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}"}
-    replicating = subprocess.Popen(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
+    replicating = start_foreign(command("replicate"), env=environment, stderr=subprocess.DEVNULL)
     try:
         with running_controller(folder) as controller:
             report_some(controller.address, 20)
@@ -60,9 +61,9 @@ def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_p
     subprocess.run(restore, env=environment, capture_output=True, check=True)
     with running_controller(folder) as controller, grpc.insecure_channel(controller.address) as channel:
         stub = rpc.ControlServiceStub(channel)
-        assert stub.RegisterWorker(registration(), timeout=30).durable_seq == 20
+        assert stub.RegisterWorker(registration(), timeout=PATIENCE_S).durable_seq == 20
         # The worker has forgotten 21 to 30: they were acknowledged and died with the disk.
-        answers = list(stub.StreamReports(iter([group(31, 40)]), timeout=30))
+        answers = list(stub.StreamReports(iter([group(31, 40)]), timeout=PATIENCE_S))
         assert answers[-1].applied_seq == 40
     assert rows(database, "SELECT count(*) FROM step_reports") == [(30,)]
     assert rows(database, "SELECT num_missing FROM workers") == [(10,)]

@@ -28,6 +28,7 @@ from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 from speclen.worker.service import assembly
 from tests.support import engines, tiny_models
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
 
@@ -80,7 +81,9 @@ def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypa
 def test_nothing_is_sent_to_anybody() -> None:
     """Story: openvino-telemetry, which comes along, told its makers of every import, from a fork of this process."""
     code = "import speclen.worker.backends.openvino.model, openvino, sys; print(*sys.modules, sep='\\n')"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    ).stdout
     assert "openvino.tools.ovc" in told.split()
     assert not [name for name in told.split() if name.startswith("openvino_telemetry.")]
 

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from speclen.cli.support import processes
 from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, is_alive, until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -24,7 +23,7 @@ def child(tmp_path, arguments=DYING) -> Child:
 
 def died(one: Child) -> Child:
     one.start()
-    one.process.wait(30)
+    one.process.wait(PATIENCE_S)
     return one
 
 
@@ -75,7 +74,7 @@ def test_restarts_wait_longer_each_time(tmp_path):
     assert "starting it again in 1 s" in (one.restart_if_dead(now) or "")
     assert one.restart_if_dead(now + FIRST_PAUSE_S / 2) is None
     assert "started again" in (one.restart_if_dead(now + FIRST_PAUSE_S) or "")
-    one.process.wait(30)
+    one.process.wait(PATIENCE_S)
     assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
 
 
@@ -91,7 +90,7 @@ def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
     one.log_file.write_text("of an earlier life\n")
     one.start()
     one.process.send_signal(signal.SIGKILL)
-    one.process.wait(30)
+    one.process.wait(PATIENCE_S)
     with pytest.raises(UserError, match="worker 0 did not start: it was sent a signal: Killed"):
         one.wait_until_serving(5)
     assert "earlier" not in one.last_line()
@@ -113,7 +112,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypat
     assert one.restart_if_dead(now + 1.5) is None
     assert "started again" in (one.restart_if_dead(now + 3.1) or "")
     died_again = one.process
-    died_again.wait(30)
+    died_again.wait(PATIENCE_S)
 
 
 def test_stopping_what_is_gone_is_no_error(tmp_path):
@@ -215,12 +214,5 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
         assert all(is_alive(pid) for pid in children)
     until((tmp_path / "told").exists)  # else the interrupt may come before the end has begun
     parent.send_signal(signal.SIGINT)
-    parent.wait(60)
+    parent.wait(PATIENCE_S)
     assert not any(is_alive(pid) for pid in children)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

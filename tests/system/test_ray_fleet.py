@@ -28,9 +28,8 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import WorkerConfig
 from tests.support.control_fakes import registration
 from tests.support.store_rows import rows
+from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
-
-PATIENCE_S = 60.0
 
 
 class FakeContext:

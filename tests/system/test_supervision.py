@@ -14,6 +14,7 @@ import pytest
 
 import speclen.transport.supervision
 from speclen.transport.supervision import PartFailedError, Supervisor, until_one_fails
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +172,7 @@ asyncio.run(main())
 
 
 def test_a_process_whose_loop_hangs_ends_with_a_word_and_code_1() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "its event loop does not answer" in done.stdout + done.stderr
     assert "<string>:9 main" in done.stdout + done.stderr

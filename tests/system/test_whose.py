@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import grpc
@@ -18,6 +17,7 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address, two_free_ports
 from tests.support.control_fakes import running_controller
+from tests.support.waiting import PATIENCE_S
 
 
 def speclen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def speclen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=cwd,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
@@ -60,10 +60,8 @@ def test_a_second_up_names_who_is_there_and_starts_nothing(tmp_path):
 def test_up_on_a_port_of_another_program_says_so(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        begun = time.monotonic()
         said = refused(speclen("up", "--controller", free_address(), "--listen", address, cwd=tmp_path))
         assert f"{address} is taken by another program" in said
-        assert time.monotonic() - begun < 20  # the two seconds are measured by scripts/newcomer_check
 
 
 def test_up_on_a_database_in_use_says_so_before_a_worker_starts(tmp_path):
@@ -91,13 +89,13 @@ def test_a_controller_refuses_a_worker_of_another_run(tmp_path):
             run_id="two",
         )
         with pytest.raises(grpc.RpcError) as error:
-            stub.RegisterWorker(request, timeout=5)
+            stub.RegisterWorker(request, timeout=PATIENCE_S)
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "'two'" in error.value.details()
         request.run_id = "one"
-        assert stub.RegisterWorker(request, timeout=5).controller.run_id == "one"
+        assert stub.RegisterWorker(request, timeout=PATIENCE_S).controller.run_id == "one"
         request.run_id = ""  # an older worker, or one that was started by hand
-        assert stub.RegisterWorker(request, timeout=5).controller.run_id == "one"
+        assert stub.RegisterWorker(request, timeout=PATIENCE_S).controller.run_id == "one"
 
 
 def test_a_child_whose_port_another_took_is_not_taken_for_ours(tmp_path):

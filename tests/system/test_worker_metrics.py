@@ -12,6 +12,7 @@ from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.control_parts import worker_metrics
 from tests.support.engines import generate, make_engine, request
+from tests.support.waiting import PATIENCE_S
 
 
 def test_page():
@@ -64,7 +65,7 @@ def test_the_page_beyond_loopback_is_read_with_a_certificate(tmp_path):
     serve_page(address, worker_metrics().registry, security)
     context = ssl.create_default_context(cafile=made.authority.cert)
     with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):
-        urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()
+        urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=PATIENCE_S).read()
     context.load_cert_chain(made.client.cert, made.client.key)
-    page = urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read().decode()
+    page = urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=PATIENCE_S).read().decode()
     assert "speclen_cpu_threads 3.0" in page

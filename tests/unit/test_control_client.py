@@ -168,4 +168,4 @@ async def test_the_worker_ends_and_its_last_reports_do_not_wait():
         control.report(step())
         await until(lambda: controller.seqs)
         controller.acknowledge = True
-        await until(lambda: not control.buffer, 5.0)
+        await until(lambda: not control.buffer)

@@ -16,6 +16,7 @@ from speclen.worker.service.async_engine import MOST_AT_ONCE, in_parts
 from speclen.worker.service.fair_queue import Aside, FairQueue
 from speclen.worker.service.relay import OutputRelay, OutputStream
 from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S
 
 
 class Requests:
@@ -85,7 +86,7 @@ async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> 
     aside, blocked, done = Aside("aside", 100), threading.Event(), []
 
     def work(number: int) -> None:
-        blocked.wait(10)
+        blocked.wait(PATIENCE_S)
         done.append(number)
 
     for number in range(20):
@@ -119,7 +120,7 @@ async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
     await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
     assert requests.fair_queue.num_waiting == 0
     for _ in range(2):
-        await asyncio.wait_for(requests.fair_queue.enter("a"), 1)
+        await asyncio.wait_for(requests.fair_queue.enter("a"), PATIENCE_S)
 
 
 async def after_a_stay(fair_queue: FairQueue, seconds: float) -> Requests:
@@ -187,7 +188,7 @@ async def test_order_is_kept_and_wakes_are_few():
 async def test_the_first_tokens_do_not_wait_for_the_interval():
     relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=60.0), OutputStream()
     relay.put(stream, output(0))
-    assert [one.token_ids for one in await asyncio.wait_for(stream.next(), 5)] == [(0,)]
+    assert [one.token_ids for one in await asyncio.wait_for(stream.next(), PATIENCE_S)] == [(0,)]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from prometheus_client import generate_latest
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.requests.request import EngineFailedError, GenerationRequest, SamplingParams
 from tests.support.served import ENDLESS, held, served, tokenized
+from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 
@@ -93,7 +94,7 @@ async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_
                 at.async_engine.fail(EngineFailedError("gone"))
             else:
                 asking.cancel()
-            assert (await asyncio.wait([asking], timeout=5))[0]
+            assert (await asyncio.wait([asking], timeout=PATIENCE_S))[0]
 
 
 async def test_an_abort_of_too_many_is_refused() -> None:

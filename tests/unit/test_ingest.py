@@ -23,7 +23,7 @@ def classes(*histograms: tuple[int, list[int]]) -> list[pb.ClassHistogram]:
 
 def evaluation(**changes) -> pb.OutputEvaluation:
     fields = {"request_class": 1, "num_output_tokens": 20, "num_tokens": 12}
-    lists = {"num_steps": [12] + [6] * 9, "num_drafted_steps": [0] + [6] * 9, "num_verified_tokens": [12] + [24] * 9}
+    lists = {"num_steps": [12] + [6] * 9, "num_drafted_steps": [0] + [6] * 9, "num_verified_tokens": [12] * 10}
     return pb.OutputEvaluation(**{**fields, **lists, **changes})
 
 
@@ -78,6 +78,8 @@ def test_what_is_absent_has_the_value_of_an_ordinary_step():
                 [evaluation(num_steps=[12, 6])],
                 [evaluation(num_steps=[13] + [6] * 9)],
                 [evaluation(num_steps=[0] * 10)],
+                [evaluation(num_steps=[11] + [6] * 9)],  # plain decoding takes a step per token
+                [evaluation(num_steps=[12, 5] + [6] * 8)],  # draft 1 puts at most 2 tokens into a step
                 [evaluation(num_drafted_steps=[7] * 10)],
                 [evaluation(num_verified_tokens=[5] * 10)],
                 [evaluation(num_verified_tokens=[2**32 - 1] * 10)],
@@ -114,7 +116,8 @@ def test_n_grams_only_from_a_worker_that_registered_with_them():
         {"ngram": True, "accepted_histogram": [4]},
         {"ngram": True, "accepted_histogram": [0] * 8 + [4]},
         {"class_histograms": classes((1, [1, 1, 0]), (3, [0, 1, 1]))},
-        {"evaluations": [evaluation(num_tokens=20)]},
+        {"evaluations": [evaluation(num_output_tokens=12)]},
+        {"evaluations": [evaluation(num_steps=[12, 6, 4, 3, 3, 2, 2, 2, 2, 2], num_drafted_steps=[0] * 10)]},
     ],
 )
 def test_every_limit_itself_is_allowed(changes):
@@ -124,7 +127,7 @@ def test_every_limit_itself_is_allowed(changes):
 def test_classes_and_evaluations_are_read():
     step = read(class_histograms=classes((1, [1, 1, 0]), (3, [0, 1, 1])), evaluations=[evaluation()])
     assert step.class_histograms == ((0, (1, 1, 0)), (2, (0, 1, 1)))
-    assert step.evaluations == (OutputEvaluation(0, 20, 12, (12, *[6] * 9), (0, *[6] * 9), (12, *[24] * 9)),)
+    assert step.evaluations == (OutputEvaluation(0, 20, 12, (12, *[6] * 9), (0, *[6] * 9), (12,) * 10),)
 
 
 def test_flags_are_read_and_unknown_ones_are_a_reason_too():

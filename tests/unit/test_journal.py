@@ -5,8 +5,11 @@ import asyncio
 import pytest
 
 from speclen.store.records import ReportRow
+from speclen.store.statements import Refusal
+from speclen.store.transaction import ReportsRefusedError
 from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -47,15 +50,33 @@ async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts, worker):
 async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(parts, worker):
     parts.send(worker, 1, 2)
     parts.journal.commit()
+    parts.send(worker, 3)
     await parts.store.land(0, RuntimeError("no"))
     assert worker.durable_seq == 0
     assert parts.journal.num_failed_commits == 1
     assert [str(error) for error in parts.journal.given_up.values()] == ["no"]
     parts.journal.commit()
-    assert parts.store.last.workers[0].applied_seq == 2
+    assert parts.store.last.workers[0].applied_seq == 3
+    assert seqs_of(parts.store.last) == [1, 2, 3], "nothing of the first one is lost"
     await parts.store.land(1)
     assert parts.journal.given_up == {}
-    assert worker.durable_seq == 2
+    assert worker.durable_seq == 3
+    assert parts.journal.num_waiting_reports == 0
+
+
+async def test_a_report_that_the_database_refuses_is_counted_as_refused(parts, worker):
+    """It can never be stored. Holding back the mark for it would keep later reports in the worker's memory."""
+    other = parts.worker("v")
+    parts.send(worker, 1, 2)
+    parts.send(other, 1)
+    parts.journal.commit()
+    refused = next(row for row in parts.store.last.reports if ReportRow(*row).worker_key == worker.worker_key)
+    await parts.store.land(0, ReportsRefusedError([Refusal("step_reports: broken", refused)]))
+    assert (worker.num_refused, worker.durable_seq) == (1, 2)
+    assert "step_reports: broken" in worker.last_refusal
+    assert (other.num_refused, other.durable_seq) == (0, 1)
+    parts.journal.commit()
+    assert [row.num_refused for row in parts.store.last.workers] == [1], "the count is stored"
 
 
 async def test_a_late_report_is_durable_only_with_its_own_commit(parts, worker):
@@ -109,7 +130,7 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk
     await asyncio.sleep(0.01)
     assert waiting.done() != waits
     await parts.store.land()
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, PATIENCE_S)
     assert parts.journal.num_waiting_reports == 0
 
 
@@ -143,9 +164,14 @@ async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
     parts.journal.commit()
     assert [commit.states[0].target for commit, _ in parts.store.commits] == ["t2"]
     assert list(parts.journal.given_up) == [KEY.pair]
+    await parts.store.land(0)
+    parts.journal.max_waiting_reports = 1
+    parts.send(worker, 2, 3)
+    await parts.journal.wait_for_room()  # which does not wait for a pair that makes none
     parts.estimator.save = save
     parts.journal.commit()
-    assert parts.store.last.workers[0].applied_seq == 1
+    assert (parts.journal.num_reports_dropped, seqs_of(parts.store.last)) == (2, [3])
+    assert parts.store.last.workers[0].applied_seq == 3
 
 
 async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):

@@ -14,6 +14,7 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
 from speclen.worker.config import WorkerConfig
 from tests.support.addresses import free_address
+from tests.support.waiting import PATIENCE_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = [*sorted((DEPLOY / "kubernetes").glob("*.yaml")), DEPLOY / "envoy" / "proxy.yaml"]
@@ -91,21 +92,23 @@ async def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
     )
     async with running(config) as controller:
         async with aio.insecure_channel(with_port) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            answer = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=PATIENCE_S
+            )
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
             with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
-                await other(b"", timeout=10)
+                await other(b"", timeout=PATIENCE_S)
         async with aio.insecure_channel(with_port) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(20)]  # kept, they would fill it
             for watch in watches:
                 with pytest.raises(aio.AioRpcError, match=r"UNIMPLEMENTED|RESOURCE_EXHAUSTED"):
-                    await asyncio.wait_for(watch.read(), 10)
-            assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+                    await asyncio.wait_for(watch.read(), PATIENCE_S)
+            assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)).status == 1
         async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
             with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
 
 
 COMPOSE = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from speclen.worker.models.loading import ModelPair, load_pair, load_tokenizer, unused_weights
 from speclen.worker.models.naming import ModelError
+from speclen.worker.service.assembly import usable_defaults
 from tests.support import tiny_models
 
 
@@ -137,6 +139,12 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "of-tomorrow"])
+def test_an_attention_that_the_configuration_names_need_not_be_installed(folder: Path, name: str) -> None:
+    change(folder / "config.json", attn_implementation=name)
+    load(folder)
+
+
 def without_tokenizer(folder: Path) -> None:
     for name in folder.glob("tokenizer*"):
         name.unlink()
@@ -146,10 +154,41 @@ def with_layers(number: int) -> Callable[[Path], None]:
     return lambda folder: change(folder / "config.json", num_hidden_layers=number)
 
 
+def as_integers(dtype: torch.dtype) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        weight = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+        with_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": (50 * weight).to(dtype)})
+
+    return write
+
+
+def with_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+
+
+def adapter_alone(folder: Path) -> None:
+    with_adapter(folder)
+    (folder / "config.json").unlink()
+
+
+def tekken_alone(folder: Path) -> None:
+    without_tokenizer(folder)
+    (folder / "tekken.json").write_text('{"config": {}}')
+
+
 UNFIT: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights cut short": (cut_short, r": its weights \(\*\.safetensors\) cannot be loaded on cpu as float32: "),
     "no safetensors": (pickled, r"no \*\.safetensors"),
     "no tokenizer": (without_tokenizer, "tokenizer"),
+    "a tekken.json alone": (tekken_alone, r"its tekken\.json cannot .* put the model's tokenizer\.json beside it"),
+    "an adapter": (with_adapter, r"it has an adapter .* merge it into its base model"),
+    "an adapter alone": (adapter_alone, r"it has an adapter .* merge it into its base model"),
+    "another vocabulary": (
+        lambda folder: change(folder / "config.json", vocab_size=400),
+        r"lm_head\.weight is 320 x 32 in its files and 400 x 32 by its config\.json .* vocab_size",
+    ),
+    "integers without scales": (as_integers(torch.int8), r"hold weights as I8 without scales .*mlp\.up_proj\.weight"),
+    "bytes without scales": (as_integers(torch.float8_e4m3fn), "hold weights as F8_E4M3 without scales"),
     # transformers fills weights that a checkpoint lacks with random numbers and a warning.
     "a layer too few": (with_layers(3), r"weights are missing.*layers\.2"),
     "a layer too many": (with_layers(1), "9 weights for which llama has no use by its config.json"),
@@ -226,6 +265,13 @@ def test_end_tokens_are_ids_of_the_vocabulary(
         assert load(folder).eos_token_ids == kept
     told = [one.message for one in caplog.records if "are left out" in one.message]
     assert len(told) == (named not in (None, tiny_models.VOCAB_SIZE - 1))
+
+
+def test_sampling_defaults_are_those_of_the_generation_configuration_that_a_request_may_have(folder: Path) -> None:
+    change(folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.0, repetition_penalty="1.1")
+    with capture_logs() as logs:
+        assert usable_defaults(load(folder).sampling_defaults) == {"temperature": 0.6, "top_k": 20}
+    assert [one["name"] for one in logs] == ["top_p", "repetition_penalty"]
 
 
 def test_a_model_without_a_generation_configuration_ends_at_the_tokens_of_its_configuration(folder: Path) -> None:

@@ -1,21 +1,16 @@
 """A block asks for what its track names, and the client hides neither a late answer nor a missing one."""
 
 import asyncio
-import copy
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from speclen.bench.serving import chat
 from speclen.bench.serving.block import figures_of, serve_block
 from speclen.bench.serving.capacity import busy_rate
-from speclen.bench.serving.chat import PLACEHOLDER, ChatPrompts, is_held_out
 from speclen.bench.serving.load import RequestOutcome, open_loop, request_of
 from speclen.bench.serving.prompts import KINDS
 from speclen.bench.serving.recipes import ALTERNATING, TRACKS
-from speclen.bench.serving.tracks import Arrival, Block, arrival_times, make_block
-from tests.support import tiny_models
+from speclen.bench.serving.tracks import Arrival, Block, make_block
 from tests.support.fake_generation import FakeService, serving
 
 
@@ -133,56 +128,3 @@ def test_a_block_asks_for_the_share_of_capacity_that_it_names():
     block = make_block("mixed", CAPACITY, duration_s=2_000)
     asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
     assert asked / CAPACITY == pytest.approx(MEAN_LOAD, rel=0.05)
-
-
-@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
-def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
-    times = arrival_times(np.random.default_rng(1), rate=10.0, length_s=20_000.0, cv=cv)
-    gaps = np.diff(times)
-    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
-
-
-def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
-    assert all(make_block("mixed", 60.0, number, duration_s=2.0).arrivals for number in range(20))
-
-
-@pytest.mark.parametrize(
-    ("track", "changes", "words"),
-    [
-        ("rush-hour", {}, "'rush-hour'"),
-        ("mixed", {"capacity_tokens_per_s": 0.0}, "capacity"),
-        ("mixed", {"duration_s": float("nan")}, "duration"),
-        ("mixed", {"capacity_tokens_per_s": 1e12}, "--capacity"),
-        ("mixed", {"capacity_tokens_per_s": 1e-9}, "no request"),
-    ],
-)
-def test_what_is_no_track_is_named(track, changes, words):
-    with pytest.raises(ValueError, match=words):
-        make_block(track, **{"capacity_tokens_per_s": CAPACITY, **changes})
-
-
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    found = copy.deepcopy(tiny_models.tokenizer())
-    found.chat_template = TEMPLATE
-    return found
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer):
-    return ChatPrompts(tokenizer)
-
-
-@pytest.mark.parametrize("kind", chat.KINDS)
-def test_a_kind_has_many_prompts_and_those_of_training_are_others(prompts, kind):
-    measured = {"\n".join(prompts.turns(kind, seed)) for seed in range(200)}
-    trained = {"\n".join(prompts.turns(kind, seed, held_out=False)) for seed in range(200)}
-    assert min(len(measured), len(trained)) >= 100
-    assert not measured & trained
-    assert all(map(is_held_out, measured))
-    assert not any(PLACEHOLDER.search(text) for text in measured | trained)
-    assert prompts.turns(kind, 3) == prompts.turns(kind, 3)

@@ -24,6 +24,7 @@ from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, Output
 from speclen.worker.service.servicer import caller_of
 from tests.support import engines, tiny_models
 from tests.support.served import ENDLESS, sampled, served, tokenized
+from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 
@@ -111,7 +112,7 @@ async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
 
         for stream, name in ((slow, "slow"), (other, "other")):  # between the timeout and the end of the write
             relay.put(stream, SequenceOutput(name, 0, (1,), "", finish_reason=FinishReason.LENGTH))
-        assert len(await asyncio.wait_for(other.next(), 5)) == 1
+        assert len(await asyncio.wait_for(other.next(), PATIENCE_S)) == 1
         with pytest.raises(SlowReaderError):
             await writing
 

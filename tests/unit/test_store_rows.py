@@ -39,7 +39,10 @@ from tests.support.store_rows import context, decision, estimate, moment, report
 )
 def test_nonsensical_reports_are_left_out_and_the_others_stay(store, field, values):
     bad = [report(seq)._replace(**{field: value}) for seq, value in enumerate(values, 2)]
-    assert store_now(store, moment([1, 9], reports=[report(1), *bad, report(9)])) is None
+    error = store_now(store, moment([1, 9], reports=[report(1), *bad, report(9)]))
+    assert sorted(seq for seqs in error.seqs.values() for seq in seqs) == sorted(row.seq for row in bad)
+    assert not store.health().ok
+    assert str(error) in store.health().detail
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (9,)]
     assert store.health().num_rows_refused == len(values)
     [(kind, count, detail)] = rows(store.path, "SELECT kind, num_rows, detail FROM store_events")
@@ -51,7 +54,7 @@ def test_nonsensical_reports_are_left_out_and_the_others_stay(store, field, valu
     ("field", "values"),
     [
         ("step_s", [math.nan, 0.0, math.inf]),
-        ("expected_tokens", [0.99, math.nan]),
+        ("expected_tokens", [0.8, 66.0, math.nan]),
         ("ms_per_token_low", [math.nan]),
         ("ms_per_token_high", [8.9, math.inf]),  # below low
         ("source", ["hearsay"]),

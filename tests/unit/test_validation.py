@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from speclen.v1 import generation_pb2 as pb
+from speclen.worker.http import translate
+from speclen.worker.http.schema import CompletionRequest
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from speclen.worker.requests.validation import check_request
 from speclen.worker.service.messages import to_fixed_length, to_sampling
@@ -81,6 +83,25 @@ def test_own_lengths_stay_within_the_workers(length: int) -> None:
 def test_zero_is_not_absent():
     sampling = to_sampling(pb.SamplingParams(top_p=0.0, max_tokens=0, n=0, seed=0, logprobs=0))
     assert (sampling.top_p, sampling.max_tokens, sampling.n, sampling.seed, sampling.logprobs) == (0.0, 0, 0, 0, 0)
+
+
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "over_grpc", "over_http"),
+    [
+        ({}, {}, (0.0, 0, 1.0), (1.0, 0, 1.0)),
+        (DEFAULTS, {}, (0.6, 20, 0.9), (0.6, 20, 0.9)),
+        (DEFAULTS, {"temperature": 0.0}, (0.0, 20, 0.9), (0.0, 20, 0.9)),
+        (DEFAULTS, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, (1.0, 0, 1.0), (1.0, 0, 1.0)),
+    ],
+)
+def test_the_models_defaults_hold_for_what_a_request_leaves_out(defaults, given, over_grpc, over_http):
+    found = to_sampling(pb.SamplingParams(**given), defaults)
+    assert (found.temperature, found.top_k, found.top_p) == pytest.approx(over_grpc)
+    found = translate.to_sampling(CompletionRequest(prompt="a", **given), 8, None, defaults)
+    assert (found.temperature, found.top_k, found.top_p) == over_http
 
 
 FIELDS = {"temperature": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 2.0, "presence_penalty": 1.0}

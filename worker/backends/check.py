@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 
 @dataclass(slots=True)
 class _Call:
-    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see."""
+    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see.
+
+    is_causal: as the layer says of itself.
+    """
 
     layer: int
     key_shape: torch.Size
     value_shape: torch.Size
     sliding_window: int | None
     has_bias: bool
+    is_causal: bool
     num_visible: int | None
 
 
@@ -66,7 +71,8 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     def record(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> tuple[Any, None]:
         layer, has_bias = getattr(module, "layer_idx", -1), options.get("position_bias") is not None
         window, num_visible = options.get("sliding_window"), _num_visible(attention_mask)
-        calls.append(_Call(layer, key.shape, value.shape, window, has_bias, num_visible))
+        is_causal = getattr(module, "is_causal", True)
+        calls.append(_Call(layer, key.shape, value.shape, window, has_bias, is_causal, num_visible))
         return query.transpose(1, 2), None
 
     AttentionInterface.register(PROBE, record)
@@ -132,6 +138,11 @@ def _check_calls(calls: Sequence[_Call], config: Any, name: str) -> None:
     for index, call in enumerate(calls):
         if call.key_shape != call.value_shape:
             raise ModelError(f"{name}: keys and values of layer {index} have different shapes, which is not supported")
+        if not call.is_causal:
+            raise ModelError(
+                f"{name}: {config.model_type} lets tokens attend to later ones, as an encoder does, so it cannot generate: "
+                "choose a decoder, or set is_decoder to true in its config.json if it was trained as one"
+            )
         if call.has_bias:
             kind = config.model_type
             raise ModelError(f"{name}: layer {index} of {kind} attends with position_bias, which is not supported")
@@ -151,6 +162,7 @@ def _check_masks(calls: Sequence[_Call], config: Any, name: str, num_tokens: int
 # Tokens per row in the last pass: as many as are recorded for every worker, so that recordings are checked, too.
 NUM_TAIL = 2
 LEAST_TOKENS = 48  # of the longest row
+SHORT_ENDS = 2, 5, 12  # of a prompt in short pieces, which may take another path than long ones
 MOST_FED = 256  # tokens in a pass, as in prefill: larger passes may take another path
 
 
@@ -162,7 +174,8 @@ def check_model(
 
     plain_model: the same weights as transformers runs them, in its own attention. least_tokens, num_tail: as the constants.
     Two rows of different lengths are processed in pieces: a prompt each, then several tokens of both rows at once, with a
-    rejected token overwritten in between. One is longer than the shortest window that the configuration names.
+    rejected token overwritten in between. One is longer than the shortest window that the configuration names. Before, its
+    beginning is processed as a short prompt.
     """
     config = plain_model.config.get_text_config()
     shortest = min(_named_windows(config), default=0)
@@ -173,8 +186,9 @@ def check_model(
     num_tail = max(NUM_TAIL, min(num_tail, longest // 3))
     ids = _check_ids(cached, plain_model, longest, num_tail)
     try:
-        plain = _plain_logits(plain_model, ids, num_tail)
-        ragged = _ragged_logits(cached, ids, num_tail)
+        short = [end for end in SHORT_ENDS if end <= longest]
+        plain = torch.cat([_plain_short_logits(plain_model, ids[0], short), _plain_logits(plain_model, ids, num_tail)])
+        ragged = torch.cat([_short_logits(cached, ids[0], short), _ragged_logits(cached, ids, num_tail)])
     except Exception as error:
         why = first_line(error)
         if "row_attention" in why:
@@ -237,15 +251,29 @@ def _check_ids(cached: PassModel, plain_model: Any, longest: int, num_tail: int)
 
 
 def _plain_logits(model: Any, ids: list[list[int]], num_tail: int) -> torch.Tensor:
-    """Logits [rows, num_tail, vocab] of the last positions, each row alone."""
-    rows = [
-        model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -num_tail:] for row in ids
-    ]
-    return torch.stack(rows).float()
+    """Logits [rows * num_tail, vocab] of the last positions, each row alone."""
+    return torch.cat([_alone(model, row)[-num_tail:] for row in ids])
+
+
+def _plain_short_logits(model: Any, tokens: list[int], ends: list[int]) -> torch.Tensor:
+    """Logits [ends, vocab] after the first tokens of a row."""
+    return _alone(model, tokens[: ends[-1]])[[end - 1 for end in ends]]
+
+
+def _alone(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] of a plain forward."""
+    return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
+
+
+def _short_logits(model: PassModel, tokens: list[int], ends: list[int]) -> torch.Tensor:
+    """The same through a row, in one piece up to each end."""
+    pieces = [prompt_part(0, tokens[start:end], start, model.device) for start, end in pairwise([0, *ends])]
+    # Cloned: a backend may overwrite them in its next pass.
+    return torch.cat([model.forward([piece])[0][0, -1:].clone() for piece in pieces]).float()
 
 
 def _ragged_logits(model: PassModel, ids: list[list[int]], num_tail: int) -> torch.Tensor:
-    """The same through the rows: prompts in chunks, then a junk token each, then the last tokens together.
+    """As `_plain_logits`, through the rows: prompts in chunks, then a junk token each, then the last tokens together.
 
     The last chunks of all rows go in one packed pass, as prompts do.
     """
@@ -261,4 +289,4 @@ def _ragged_logits(model: PassModel, ids: list[list[int]], num_tail: int) -> tor
     rows = StepRows(np.array([len(prompt) for prompt in prompts]), num_tail, model.device)
     tail = torch.tensor([row[-num_tail:] for row in ids], device=model.device)
     (logits,) = model.forward([PassPart(rows, tail, num_logits=num_tail)])
-    return logits.float()
+    return logits.flatten(0, 1).float()

@@ -156,7 +156,8 @@ async def make_job(
         if room < 1 or (max_tokens or 1) > room:
             asked = "" if max_tokens is None else f" and max_tokens is {max_tokens}"
             raise too_long(engine, param, f"has {len(ids)}{asked}: shorten one of them")
-        sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
+        most = max_tokens or most_tokens(body, room, logprobs)
+        sampling = to_sampling(body, most, logprobs, engine.engine.pair.sampling_defaults)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
     if not body.stream:
         check_answer_size(requests, engine.max_sequence_tokens)
@@ -178,12 +179,11 @@ def fixed_length(body: Sampling) -> int | None:
     return lengths[body.speculation] if body.speculation in lengths else int(body.speculation or 0)
 
 
-def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
-    """Sampling parameters; null and absent fields mean the default."""
+def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None, defaults: dict[str, float]) -> SamplingParams:
+    """Sampling parameters; null and absent fields mean the default. defaults: the model's, before OpenAI's."""
     given = {name: value for name in NAMES if (value := getattr(body, name, None)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     own = {
-        "top_k": max(0, body.top_k or 0),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "stop": tuple(stop),
@@ -191,4 +191,6 @@ def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> Sampli
         "logit_bias": {int(token): value for token, value in (body.logit_bias or {}).items()},
         "include_special_tokens": body.skip_special_tokens is False,
     }
-    return SamplingParams(**({"temperature": 1.0} | given | own))
+    if "top_k" in given:  # clients turn it off with -1 as well
+        own["top_k"] = max(0, given["top_k"])
+    return SamplingParams(**({"temperature": 1.0} | defaults | given | own))

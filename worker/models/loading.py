@@ -6,18 +6,22 @@ models that can never work are refused here.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speclen.worker.models.naming import ModelError, check_settings
 from speclen.worker.models.source import (
     ModelSource,
+    file_of,
     locate,
     out_of_memory,
     read_generation_config,
@@ -34,6 +38,10 @@ CPU_FLOAT32_PARAMETERS = 20_000_000
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
 # Tensors of older checkpoints that hold no weights: angles of rotary embeddings and causal masks.
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.\w+|(attn|attention)\.(bias|masked_bias))$")
+# Values of generation_config.json that hold where a request leaves them out, as in vLLM.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Types of weights, as safetensors names them.
+FLOATS = ("F64", "F32", "F16", "BF16")
 NUM_NAMED = 3  # of many tensors in an error
 
 
@@ -44,7 +52,8 @@ class ModelPair:
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
     proposes; None: all.
-    eos_token_ids: ascending; any of them ends a sequence.
+    eos_token_ids: ascending; any of them ends a sequence. sampling_defaults: as read from
+    generation_config.json, for requests that leave them out.
     """
 
     target: Any
@@ -58,6 +67,7 @@ class ModelPair:
     max_context_length: int
     vocab_size: int
     draft_context_length: int | None = None
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
@@ -93,6 +103,9 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
         max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
         draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
+        sampling_defaults={
+            name: value for name in SAMPLING_DEFAULTS if (value := getattr(generation_config, name, None)) is not None
+        },
     )
 
 
@@ -137,7 +150,11 @@ def cpu_has_bfloat16() -> bool:
 
 
 def _load_tokenizer(source: ModelSource) -> Any:
-    with reading(source.name, "its tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):
+    problem = "its tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"
+    folder = Path(source.place)
+    if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
+        problem = "its tekken.json cannot be read as a tokenizer; put the model's tokenizer.json beside it"
+    with reading(source.name, problem):
         tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
         tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts of another version fail only in use
         return tokenizer
@@ -173,9 +190,23 @@ def _load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source.place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        source.place,
+        config=source.config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below
     )
     model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        weight, stored, expected = mismatched[0]
+        shapes = [" x ".join(map(str, shape)) for shape in (stored, expected)]
+        raise ModelError(
+            f"{source.name}: {weight} is {shapes[0]} in its files and {shapes[1]} by its config.json ({len(mismatched)} "
+            "weights differ; the first number of embeddings is vocab_size): use a checkpoint and a configuration that fit "
+            "together"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{source.name}: {len(missing)} weights are missing from its files, {missing[0]} among them")
     if unused := unused_weights(info["unexpected_keys"]):
@@ -184,7 +215,27 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
             f"config.json, so its output would be wrong ({', '.join(unused[:NUM_NAMED])}): use a checkpoint and a "
             "configuration that fit together, with weights that are not quantised"
         )
+    if getattr(source.config, "quantization_config", None) is None and (found := _quantised_weights(source.place)):
+        raise ModelError(
+            f"{source.name}: its files hold weights as {found[1]} without scales ({found[0]}), and its config.json has no "
+            "quantization_config, so its output would be wrong: use the model before it was quantised"
+        )
     return model
+
+
+def _quantised_weights(place: str) -> tuple[str, str] | None:
+    """The first weight of a checkpoint that is stored as integers or in 8 bits, and its type; None if there is none."""
+    index = file_of(place, "model.safetensors.index.json")
+    names = {"model.safetensors"} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
+    for path in (file_of(place, name) for name in sorted(names)):
+        if path is None:
+            continue
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it has no iterator
+                dtype = file.get_slice(name).get_dtype()
+                if name.endswith("weight") and dtype not in FLOATS and not NO_WEIGHTS.search(name):
+                    return name, dtype
+    return None
 
 
 def unused_weights(names: Iterable[str]) -> list[str]:

@@ -46,6 +46,7 @@ BUNDLED: dict[str, tuple[str, Shape | None]] = {
 
 
 AUTO = "auto"
+ADAPTER = "adapter_config.json"
 
 
 def check_settings(device: str = "auto", dtype: str = "auto", backend: str = "auto") -> None:
@@ -91,6 +92,8 @@ def _check_place(name: str, place: str) -> None:
     path = Path(place)
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if (path / ADAPTER).is_file():
+                raise ModelError(adapter_refusal(name))
             raise ModelError(f"{name}: the directory has no config.json, so it is not a transformers model")
         if not any(path.glob("*.safetensors")):
             raise ModelError(f"{name}: the directory has no *.safetensors; other weight formats are not read")
@@ -98,6 +101,13 @@ def _check_place(name: str, place: str) -> None:
         raise ModelError(f"{name}: a file, not a model; name the directory that holds config.json")
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or place.startswith("."):
         raise ModelError(f"{name}: no such directory, and not a hub id; use a path, owner/name, or bundled:target")
+
+
+def adapter_refusal(name: str) -> str:
+    return (
+        f"{name}: it has an adapter ({ADAPTER}), and adapters are not applied: merge it into its base model (peft's "
+        "merge_and_unload, then save_pretrained) and name that; or delete the file to serve the base model"
+    )
 
 
 def digest(text: str) -> str:
@@ -108,5 +118,9 @@ def model_label(name: str, config: Mapping[str, Any]) -> str:
     """Name with a digest of the model's configuration, which distinguishes models of one name."""
     # Without path and version of the file, so that workers on all machines share a context.
     what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    short = name if name.startswith("bundled:") else Path(name).name
-    return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"
+    return f"{short_name(name)}#{digest(json.dumps(what, sort_keys=True, default=str))}"
+
+
+def short_name(name: str) -> str:
+    """The name of a model without the folders that lead to it."""
+    return name if name.startswith("bundled:") else Path(name).name

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from speclen.worker.models.naming import ModelError, Shape, find_place
+from speclen.worker.models.naming import ADAPTER, ModelError, Shape, adapter_refusal, find_place
 from speclen.worker.models.widen import widened_config
 
 # Families that use transformers' AttentionInterface, although their classes do not declare it.
@@ -59,14 +59,23 @@ def locate(name: str) -> ModelSource:
     place, shape = find_place(name)
     with reading(name, "its configuration (config.json) cannot be read"):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        if file_of(place, ADAPTER) is not None:
+            raise ModelError(adapter_refusal(name))
+        config._attn_implementation = None  # noqa: SLF001 - what it names may not be installed, and speclen brings its own
         return ModelSource(name, place, shape, config, config.get_text_config())
 
 
+def file_of(place: str, name: str) -> str | None:
+    """Path of one of a model's files, from the hub if need be; None if it has none of that name."""
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found: str | None = cached_file(place, name, **optional)
+    return found
+
+
 def read_generation_config(source: ModelSource) -> Any:
-    """Defaults for generation, used for end tokens; from config.json without a file of their own."""
+    """Defaults for generation; from config.json without a file of their own."""
     with reading(source.name, "its generation_config.json cannot be read"):
-        optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        if cached_file(source.place, "generation_config.json", **optional) is None:
+        if file_of(source.place, "generation_config.json") is None:
             return GenerationConfig.from_model_config(source.config)
         return GenerationConfig.from_pretrained(source.place)
 

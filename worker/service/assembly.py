@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 import torch
@@ -21,6 +22,8 @@ from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import context_key
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
+from speclen.worker.requests.request import SamplingParams
+from speclen.worker.requests.validation import check_sampling
 
 log = structlog.get_logger()
 
@@ -82,6 +85,10 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     drafting = config.draft if config.has_draft else "no draft model: only n-grams are proposed (--draft names one)"
     progress(f"loading {config.target} and {drafting}")
     pair = load_pair(config.target, config.draft if config.has_draft else None, config.device, config.dtype)
+    pair.sampling_defaults = {} if config.generation_config == "none" else usable_defaults(pair.sampling_defaults)
+    if pair.sampling_defaults:
+        shown = ", ".join(f"{name} {value:g}" for name, value in pair.sampling_defaults.items())
+        progress(f"requests sample by generation_config.json unless they say otherwise: {shown}")
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
@@ -99,6 +106,18 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
         # Else the first request on a busy machine, with one thread fewer, waits for seconds.
         prepare_threads(engine, engine.num_threads - 1)
     return pair, engine, control
+
+
+def usable_defaults(found: dict[str, Any]) -> dict[str, float]:
+    """Sampling defaults that a request may have; others are left out, with a warning."""
+    usable = {}
+    for name, value in found.items():
+        try:
+            check_sampling(SamplingParams(**{name: value}), 0)
+            usable[name] = value
+        except (ValueError, TypeError) as error:
+            log.warning("a value of generation_config.json is not used", name=name, reason=str(error))
+    return usable
 
 
 def prepare_threads(engine: Engine, num_threads: int) -> None:

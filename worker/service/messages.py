@@ -15,13 +15,13 @@ from speclen.worker.structured.source import ANY_OBJECT, MAX_CHOICES, Structured
 
 MAX_REQUEST_ID = 128
 
-# Optional fields: absent means the default of SamplingParams, zero means zero.
+# Optional fields: absent means a default, zero means zero.
 NAMES = {field.name for field in fields(SamplingParams)}
 OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.name in NAMES and field.has_presence]
 
 
-def to_sampling(message: pb.SamplingParams) -> SamplingParams:
-    """The engine's parameters; fields that the message leaves out keep their defaults.
+def to_sampling(message: pb.SamplingParams, defaults: dict[str, float] | None = None) -> SamplingParams:
+    """The engine's parameters. defaults: the model's, of fields that the message leaves out.
 
     Raises ValueError for lists that are too long, before a million entries are copied.
     """
@@ -29,7 +29,7 @@ def to_sampling(message: pb.SamplingParams) -> SamplingParams:
     absent = {name for name in OPTIONAL if not message.HasField(name)}
     values = {name: getattr(message, name) for name in NAMES - absent}
     lists = {"stop": tuple(message.stop), "stop_token_ids": tuple(message.stop_token_ids)}
-    return SamplingParams(**values | lists | {"logit_bias": dict(message.logit_bias)})
+    return SamplingParams(**(defaults or {}) | values | lists | {"logit_bias": dict(message.logit_bias)})
 
 
 def to_fixed_length(message: pb.Speculation) -> int | None:
@@ -71,13 +71,20 @@ def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
 
 
 def to_request(
-    message: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int], grammar: Grammar | None = None
+    message: pb.GenerateRequest,
+    request_id: str,
+    prompt_ids: Sequence[int],
+    grammar: Grammar | None = None,
+    defaults: dict[str, float] | None = None,
 ) -> GenerationRequest:
-    """Raises ValueError for a mode of speculation that is unknown, and for lists that are too long."""
+    """defaults: as of `to_sampling`.
+
+    Raises ValueError for a mode of speculation that is unknown, and for lists that are too long.
+    """
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(prompt_ids),
-        sampling=to_sampling(message.sampling_params),
+        sampling=to_sampling(message.sampling_params, defaults),
         fixed_length=to_fixed_length(message.speculation),
         grammar=grammar,
     )

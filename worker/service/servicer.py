@@ -91,7 +91,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         arrived_at, caller = time.monotonic(), caller_of(context, self._keyring)
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
         grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
-        generation = to_request(message, request_id, prompt_ids, grammar)
+        defaults = self._engine.pair.sampling_defaults
+        generation = to_request(message, request_id, prompt_ids, grammar, defaults)
         check_answer_size([generation], self._engine.max_context_length)
         write = functools.partial(self._write, stream, context)
         told: dict[int, list[SequenceOutput]] = {}  # by sequence

@@ -36,6 +36,7 @@ from speclen.store.records import (
     WorkerRow,
     filled,
 )
+from speclen.store.transaction import ReportsRefusedError
 
 log = structlog.get_logger()
 
@@ -67,6 +68,14 @@ class Unsaved:
     drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     profiles: list[ProfileRow] = field(default_factory=list)
     limits: list[ContextLimitsRow] = field(default_factory=list)
+
+    def add(self, newer: Unsaved) -> None:
+        """Take over the changes that followed these."""
+        self.num_reports_dropped += newer.num_reports_dropped
+        for name in ("reports", "decisions", "drift_events", "profiles", "limits"):
+            getattr(self, name).extend(getattr(newer, name))
+        for name in ("workers", "marks", "contexts"):
+            getattr(self, name).update(getattr(newer, name))
 
 
 class Journal:
@@ -127,8 +136,12 @@ class Journal:
         whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
         self.note_context(worker.context).reports += [row_of(step, *whose) for step in steps]
         self._num_collected += len(steps)
-        if self._num_collected > self.max_waiting_reports and not self.store.health().ok:
+        if self._num_collected > self.max_waiting_reports and self._is_stuck():
             self._drop_oldest()
+
+    def _is_stuck(self) -> bool:
+        """True while commits fail, so that waiting would make no room."""
+        return bool(self.given_up) or not self.store.health().ok
 
     def _drop_oldest(self) -> None:
         """Of the pair with the most rows."""
@@ -236,20 +249,28 @@ class Journal:
         )
 
     def _land(self, pair: Pair, error: Exception | None) -> None:
-        """The store has answered. A commit that was given up loses its raw rows; what was learned goes into the next."""
+        """The store has answered. All of a commit that was given up goes into the next.
+
+        A report that the database refused is in the estimates alone; its worker gets that as a refusal, and forgets it.
+        """
         changes = self._in_flight.pop(pair)
-        self._num_collected -= len(changes.reports)
-        if error is None:
+        refused = error.seqs if isinstance(error, ReportsRefusedError) else {}
+        failure = None if refused else error
+        if failure is None:
+            self._num_collected -= len(changes.reports)
             self.num_commits += 1
             self.given_up.pop(pair, None)
         else:
             self.num_failed_commits += 1
-            self.given_up[pair] = error
-            log.error("a commit was given up, what was learned goes into the next", reason=str(error))
+            self.given_up[pair] = failure
+            log.error("a commit was given up, all of it goes into the next", reason=str(failure))
+            changes.add(self._unsaved.pop(pair, Unsaved(changes.since)))
+            self._unsaved[pair] = changes
         for worker, epoch, seq in changes.marks.values():
-            if error is not None:
+            if worker.worker_key in refused:
+                worker.note_refusals(len(refused[worker.worker_key]), str(error))
                 self.note_worker(worker)
-            elif worker.epoch == epoch:  # no other incarnation has registered meanwhile
+            if failure is None and worker.epoch == epoch:  # no other incarnation has registered meanwhile
                 worker.durable_seq = max(worker.durable_seq, seq)
         self._landed.set()
         self._look_for_room()
@@ -258,7 +279,7 @@ class Journal:
 
     def _look_for_room(self) -> None:
         """Streams wait for a slow disk, but not for a broken one: then learning goes on in memory."""
-        if self._num_collected <= self.max_waiting_reports or not self.store.health().ok:
+        if self._num_collected <= self.max_waiting_reports or self._is_stuck():
             self._room.set()
         else:
             self._room.clear()

@@ -625,11 +625,11 @@ class StreamReportsResponse(google.protobuf.message.Message):
     applied_seq: builtins.int
     """Highest seq that arrived. Each report that did has been taken, refused, or recognised as a repetition."""
     durable_seq: builtins.int
-    """Every report up to this seq is on disk: the worker may forget it. A seq that did not arrive holds this back for some
-    seconds; then it is given up. Never goes back within an epoch.
+    """Every report up to this seq is on disk, or was refused: the worker may forget it. A seq that did not arrive holds this
+    back for some seconds; then it is given up. Never goes back within an epoch.
     """
     num_refused: builtins.int
-    """Reports of this stream that were refused so far, and the reason of the last refusal."""
+    """Reports refused since the stream began, by a check or by the database, and the reason of the last refusal."""
     last_refusal: builtins.str
     sample_every: builtins.int
     """Report 64 consecutive steps out of each 64 x sample_every; 0 and 1: every step. Only reported steps have a seq."""

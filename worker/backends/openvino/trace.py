@@ -131,6 +131,7 @@ class WantedHead(nn.Module):
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
+        self.bias = getattr(head, "bias", None)  # BERT's models take it from there
         self.wanted = torch.zeros(0, dtype=torch.long)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,9 @@ class CachedModel:
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
     ) -> torch.Tensor:
         """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or their indices."""
+        if isinstance(kept, int) and kept < ids.shape[1]:
+            # Given a number, Gemma 4 computes no other positions in the layers that share keys and values.
+            kept = torch.arange(ids.shape[1] - kept, ids.shape[1], device=ids.device)
         output = self.model(
             input_ids=ids,
             position_ids=positions.clamp(max=self.max_context_length - 1),
