@@ -15,7 +15,7 @@ class EstimatorLearner:
 
     def __init__(self, limits: Limits, policy: str, profile: Profile | None, probe_steps: int) -> None:
         self.limits, self.probe_steps = limits, probe_steps
-        self.estimator = Estimator(policy)
+        self.estimator = Estimator(policy=policy)
         self.estimator.add_context(KEY, limits)
         if profile is not None:
             self.estimator.seed_profile(KEY, profile)

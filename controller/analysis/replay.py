@@ -54,7 +54,7 @@ class Replay:
 
 def replay(events: Iterable[Event], policy: str = ADAPTIVE) -> Replay:
     """Give the events to a fresh estimator. Raises KeyError if a context reports before it was added."""
-    result = Replay(Estimator(policy))
+    result = Replay(Estimator(policy=policy))
     last_group_id = 0
     for event in events:
         match event:

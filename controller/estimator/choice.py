@@ -1,9 +1,9 @@
 """Selection of arms with hysteresis, and one exploration budget.
 
 The arm with the most expected tokens per second is in use; it stays until another one is better by STAYS. Probes try the
-arm whose score plus OPTIMISM standard deviations is largest, of those that steps of the arm can reduce, when the seconds
-that it is expected to lose have been earned. Plain decoding beside n-grams, and n-grams alone, may be better by UNSEEN than
-expected where they were not run for MEMORY steps. Policies that do not learn, for `controller --policy`, have their table
+arm whose score plus optimism standard deviations is largest, of those that steps of the arm can reduce, when the seconds
+that it is expected to lose have been earned. Plain decoding beside n-grams, and n-grams alone, may be better by settings.current.unseen than
+expected where they were not run for memory steps. Policies that do not learn, for `controller --policy`, have their table
 from the start.
 """
 
@@ -13,30 +13,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.model import Estimates
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.sizes import Grid, moved
-from speclen.controller.estimator.step_time import MEMORY
 from speclen.records import Profile
 
 ADAPTIVE = "adaptive"
 KNOWN = "adaptive, profile, none or fixed:K with K from 0 to 64"
 
-STAYS = 0.005  # log score by which another arm must be better
-OPTIMISM = 1.0  # standard deviations
-EARNED = 0.01  # seconds of probes per second of steps
-CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
-FIRST_AFTER, PER_STEP = 8.0, 0.1  # steps after which something is done anew: at first, more per step that was seen
-MOST_GAP = 120.0  # steps between probes of a size
 # Error of a log step time that no formula foresees where n-grams come or go, until it is forgotten. From n-gram steps of 16
 # sequences, which took 73 ms, 53 ms were expected of plain ones, which took 33 on that CPU.
-UNSEEN = 0.5
-COLD_LENGTH = 2
 
 
 def pause(num_seen: float, most: float) -> float:
     """Steps until something is done anew: rarer with what was seen, at most so many."""
-    return min(FIRST_AFTER + PER_STEP * num_seen, most)
+    return min(settings.current.first_after + settings.current.per_step * num_seen, most)
 
 
 @dataclass(eq=False)
@@ -63,9 +55,9 @@ class Selection:
         """Before anything was seen."""
         ranges, lengths = len(grid.low), grid.num_lengths
         allowed = np.array([[True] * lengths, [ngram] * lengths])
-        arms = np.full(ranges, min(COLD_LENGTH, lengths - 1))
-        steps, since_probe, credit_s = np.zeros(ranges), np.full(ranges, FIRST_AFTER), np.zeros(ranges)
-        return cls(allowed, arms, steps, since_probe, credit_s, np.full((ranges, 2), -MEMORY))
+        arms = np.full(ranges, min(settings.current.cold_length, lengths - 1))
+        steps, since_probe, credit_s = np.zeros(ranges), np.full(ranges, settings.current.first_after), np.zeros(ranges)
+        return cls(allowed, arms, steps, since_probe, credit_s, np.full((ranges, 2), -settings.current.memory))
 
     def widen(self, grid: Grid, ngram: bool) -> None:
         """Go on with larger limits: sizes that are new begin with the arm of the largest known."""
@@ -88,15 +80,17 @@ class Selection:
     def earn(self, at: np.ndarray, seconds: np.ndarray) -> None:
         """Count steps. at: range of each; seconds: of each."""
         count, total_s = np.bincount(at, minlength=len(self.steps)), np.bincount(at, seconds, len(self.steps))
-        most_s = CREDIT * total_s / np.maximum(count, 1)
-        saved_s = np.minimum(self.credit_s + EARNED * total_s, np.maximum(most_s, self.credit_s))
+        most_s = settings.current.credit * total_s / np.maximum(count, 1)
+        saved_s = np.minimum(self.credit_s + settings.current.earned * total_s, np.maximum(most_s, self.credit_s))
         self.credit_s = np.where(self.steps > 0, saved_s, most_s)
         self.steps += count
         self.since_probe += count
 
     def pay(self, at: int, seconds: float, expected_s: float) -> None:
         """Charge what a step of a probe took beyond its arm's expected time. at: range of sizes."""
-        self.credit_s[at] = max(self.credit_s[at] - max(0.0, seconds - expected_s), -CREDIT * expected_s)
+        self.credit_s[at] = max(
+            self.credit_s[at] - max(0.0, seconds - expected_s), -settings.current.credit * expected_s
+        )
 
     def choose(self, score: np.ndarray, known: np.ndarray, sizes: np.ndarray) -> list[int]:
         """Select anew; returns the ranges whose arm changed.
@@ -119,7 +113,9 @@ class Selection:
         fits = (self.allowed & (np.arange(self.allowed.shape[1]) < bound[:, None, None])).reshape(len(bound), -1)
         value = np.where(fits, score.reshape(fits.shape), -np.inf)
         all_ranges, best = np.arange(len(bound)), value.argmax(axis=1)
-        stays = value[all_ranges, best] <= value[all_ranges, self.arms] + STAYS  # -inf where it does not fit
+        stays = (
+            value[all_ranges, best] <= value[all_ranges, self.arms] + settings.current.stays
+        )  # -inf where it does not fit
         self.arms[ranges] = np.where(stays, self.arms, best)[ranges]
 
     def probe(self, at: int, near: np.ndarray, estimates: Estimates, allowed: np.ndarray, num_steps: int) -> int | None:
@@ -127,15 +123,15 @@ class Selection:
 
         near: ranges where it may run. allowed: arms of the worker, [2, lengths].
         """
-        if self.since_probe[at] < pause(self.steps[at], MOST_GAP):
+        if self.since_probe[at] < pause(self.steps[at], settings.current.most_gap):
             return None
         score, in_use = estimates.score[at].reshape(-1), self.arms[at]
         value = score - score[in_use]
         variance = estimates.variance(np.array([at]), self.arms[[at]], by_steps=True).reshape(-1)
-        hope = OPTIMISM * np.sqrt(variance)
+        hope = settings.current.optimism * np.sqrt(variance)
         self._note(in_use, near)
-        untried = self.steps[at] - self.tried[at] >= MEMORY
-        hope[:: self.allowed.shape[1]] += UNSEEN * untried * [in_use >= self.allowed.shape[1], True]
+        untried = self.steps[at] - self.tried[at] >= settings.current.memory
+        hope[:: self.allowed.shape[1]] += settings.current.unseen * untried * [in_use >= self.allowed.shape[1], True]
         optimistic = np.where((self.allowed & allowed).reshape(-1), value + hope, -np.inf)
         optimistic[in_use] = -np.inf
         place = int(optimistic.argmax())

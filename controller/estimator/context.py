@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speclen.controller.estimator.choice import FIRST_AFTER, Selection, pause
+from speclen.controller.estimator import settings
+from speclen.controller.estimator.choice import Selection, pause
 from speclen.controller.estimator.features import features_of
 from speclen.controller.estimator.isolation import Worker, is_apart
 from speclen.controller.estimator.load import Traffic
@@ -20,10 +21,8 @@ from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of
 from speclen.controller.estimator.workers import Workers, fair_weights
 from speclen.records import Arm, ContextKey, DriftEvent, Limits, Profile, RequestClass, StepFlag, StepRecord
 
-MOST_PENDING = 512.0  # reports between two solutions
 POOL = ""  # name of the group that agrees
 CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # what else takes longer is no cost of a probe
-NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
 @dataclass(eq=False)
@@ -38,7 +37,7 @@ class Group:
     @property
     def is_due(self) -> bool:
         """True when there is enough to estimate anew."""
-        return self.pending >= pause(self.num_learned, MOST_PENDING)
+        return self.pending >= pause(self.num_learned, settings.current.most_pending)
 
 
 @dataclass(eq=False)
@@ -211,7 +210,7 @@ class Context:
     def solve(self, name: str) -> list[int]:
         """Estimate anew for a group and select; returns the ranges of sizes whose arm changed."""
         estimates = self.estimate(name)
-        known = (self.traffic.seen >= FIRST_AFTER) | self.profiled
+        known = (self.traffic.seen >= settings.current.first_after) | self.profiled
         return self.groups[name].selection.choose(estimates.score, known, self.grid.sizes)
 
     def estimate(self, name: str) -> Estimates:
@@ -272,7 +271,10 @@ class Context:
         at = int(self.grid.range_of[min(batch_size, self.limits.max_batch_size)])
         allowed = np.zeros((2, self.grid.num_lengths), dtype=bool)
         allowed[: 1 + limits.ngram, : limits.max_speculation_length + 1] = True
-        low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
+        low, high = (
+            int(np.ceil(batch_size / settings.current.near_probe)),
+            int(batch_size * settings.current.near_probe),
+        )
         near = np.flatnonzero((self.grid.high >= low) & (self.grid.low <= high))
         place = group.selection.probe(at, near, group.estimates, allowed, num_steps)
         if place is None:

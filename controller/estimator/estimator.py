@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from speclen.controller.estimator import settings as current_settings
 from speclen.controller.estimator.choice import ADAPTIVE, check_policy, lengths_of
 from speclen.controller.estimator.context import POOL, Context
 from speclen.controller.estimator.seeding import check_profile
+from speclen.controller.estimator.settings import DEFAULT, EstimatorSettings
 from speclen.controller.estimator.shown import ms_per_token, rows_of
 from speclen.records import (
     ArmEstimate,
@@ -44,8 +46,10 @@ STATE = TypeAdapter(list[Context])
 class Estimator:
     """Contexts by key. policy: "adaptive", or one that does not learn, see `choice`. One thread calls it."""
 
-    def __init__(self, policy: str = ADAPTIVE) -> None:
+    def __init__(self, settings: EstimatorSettings = DEFAULT, policy: str = ADAPTIVE) -> None:
         """Raises ValueError for an unknown policy."""
+        current_settings.current = settings
+        self.settings = settings
         self.policy = check_policy(policy)
         self._contexts: dict[ContextKey, Context] = {}
         self._pairs: dict[PairKey, list[Context]] = {}

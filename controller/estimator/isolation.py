@@ -10,16 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.features import shares
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.step_time import NOTHING, Evidence, Tail, solve
 from speclen.controller.estimator.tokens import TokenEvidence, ratios_of
-
-COMPARED = 64  # reports of a worker between two comparisons
-UNLIKE_TIMES = 0.12  # root mean square difference of log times, beyond a constant factor
-UNLIKE_TOKENS = 0.2  # difference of log tokens per step
-COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
-SIGNIFICANT = 3.0  # standard deviations
 
 
 @dataclass(eq=False)
@@ -44,17 +39,19 @@ class Worker:
     @property
     def is_due(self) -> bool:
         """True when it is to be compared."""
-        return self.num_reports - self.compared_at >= COMPARED
+        return self.num_reports - self.compared_at >= settings.current.compared
 
     def note(self, features: np.ndarray, unseen: np.ndarray) -> None:
         """Solve for what this worker alone says. features: of all cells; unseen: acceptance, see `ratios_of`."""
         self.compared_at = self.num_reports
         self.times.grow(len(features))
         information = (self.times.information + self.times.information.T) / 2
-        solution = solve(information, self.times.moment, features, replace(NOTHING, residual=UNLIKE_TIMES**2))
+        solution = solve(
+            information, self.times.moment, features, replace(NOTHING, residual=settings.current.unlike_times**2)
+        )
         self.theta, self.precision = shares(features, solution.phi)[0] + solution.rho, np.diag(information).copy()
         ratios = ratios_of([self.tokens], [1.0], unseen)
-        length = min(COMPARED_LENGTH, ratios.steps.shape[2] - 1)
+        length = min(settings.current.compared_length, ratios.steps.shape[2] - 1)
         trials = self.tokens.reached[:, :1].sum(axis=1) + self.tokens.tokens
         self.speed = np.stack([-np.log(ratios.steps[:, 0, length]), 2.0 / np.maximum(trials, 1.0)])
 
@@ -69,7 +66,7 @@ class Worker:
         difference = difference - (weight @ difference) / weight.sum()
         mean_square = float(weight @ difference**2) / float(weight.sum())
         chance = 2 * num_shared / float(weight.sum())  # mean square that noise alone explains
-        return mean_square < max(UNLIKE_TIMES**2, SIGNIFICANT * chance)
+        return mean_square < max(settings.current.unlike_times**2, settings.current.significant * chance)
 
     def agrees_in_tokens(self, other: Worker) -> bool:
         """True unless accepted tokens of some class differ significantly."""
@@ -77,7 +74,7 @@ class Worker:
             return True
         difference = np.abs(self.speed[0] - other.speed[0])
         spread = np.sqrt(self.speed[1] + other.speed[1])
-        return bool((difference <= UNLIKE_TOKENS + SIGNIFICANT * spread).all())
+        return bool((difference <= settings.current.unlike_tokens + settings.current.significant * spread).all())
 
 
 def is_apart(worker: Worker, others: Iterable[Worker]) -> tuple[bool, bool]:

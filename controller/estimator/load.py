@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.saving import Array
-from speclen.controller.estimator.tokens import PRIOR_TOKENS
 from speclen.records import NUM_CLASSES, StepRecord, num_tokens_of
-
-LOAD_MEMORY = 1000.0  # steps over which class mix, prefill and waiting are averaged
 
 
 class Load(NamedTuple):
@@ -51,7 +49,7 @@ class Traffic:
 
     def count(self, records: Sequence[StepRecord], range_of: np.ndarray) -> None:
         """Take note of steps. range_of: range of every batch size."""
-        fade = float(np.exp(-len(records) / LOAD_MEMORY))
+        fade = float(np.exp(-len(records) / settings.current.load_memory))
         for values in (self.class_tokens, self.held, self.rates):
             values *= fade
         at = range_of[[record.batch_size for record in records]]
@@ -63,7 +61,7 @@ class Traffic:
     def load(self) -> Load:
         """The averages, each range's shrunk towards those of all."""
         total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
-        mixed = self.class_tokens + PRIOR_TOKENS * total / total.sum()
+        mixed = self.class_tokens + settings.current.prior_tokens * total / total.sum()
         held, steps = self.held.T
         context = (held + held.sum() / max(steps.sum(), 1.0)) / (steps + 1.0)
         prefill_s, waiting = (self.rates / max(self.class_tokens.sum(), 1.0)).tolist()

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.features import features_of, shares
 from speclen.controller.estimator.load import Load
 from speclen.controller.estimator.saving import Array
 from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import Evidence, Solution, solve
-from speclen.controller.estimator.tokens import SHRINKAGE, Ratios, contrast_variance
+from speclen.controller.estimator.tokens import Ratios, contrast_variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +131,8 @@ def _levels(grid: Grid, cells: Cells, theta: np.ndarray, evidence: Sequence[Evid
     for each in evidence:
         count += np.bincount(ranges, each.count, len(count))
         log_sum += np.bincount(ranges, each.log_sum - each.count * theta, len(count))
-    around, known, log_sizes = np.full(len(count), level), count >= SHRINKAGE, np.log(grid.sizes)
+    around, known, log_sizes = np.full(len(count), level), count >= settings.current.shrinkage, np.log(grid.sizes)
     if known.any():
         around = np.interp(log_sizes, log_sizes[known], log_sum[known] / count[known])
-    levels: np.ndarray = (log_sum + SHRINKAGE * around) / (count + SHRINKAGE)
+    levels: np.ndarray = (log_sum + settings.current.shrinkage * around) / (count + settings.current.shrinkage)
     return levels

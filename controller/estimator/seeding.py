@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.features import features_of, shares
 from speclen.controller.estimator.sizes import Cells, Grid
 from speclen.controller.estimator.step_time import Evidence, solve
 from speclen.records import Limits, Profile
-
-CELL_SD = 0.8  # of the log step time of a profiled cell: many count as one step of a worker
 
 
 def check_profile(profile: Profile, limits: Limits) -> None:
@@ -33,11 +32,11 @@ def evidence_of(profile: Profile, grid: Grid, cells: Cells) -> tuple[Evidence, f
     features = features_of(batch, length, batch, verified, context)
     places = cells.places(grid.cells_at(batch.astype(int), length.astype(int)), features)
     one_hot = (places[:, None] == np.arange(len(cells.numbers))).astype(float)
-    contrasts = (one_hot - one_hot.mean(axis=0)) / CELL_SD
+    contrasts = (one_hot - one_hot.mean(axis=0)) / settings.current.cell_sd
     log_s = np.log(step_s)
     evidence = Evidence()
     evidence.grow(len(cells.numbers))
-    evidence.information, evidence.moment = contrasts.T @ contrasts, contrasts.T @ (log_s / CELL_SD)
+    evidence.information, evidence.moment = contrasts.T @ contrasts, contrasts.T @ (log_s / settings.current.cell_sd)
     solution = solve(evidence.information, evidence.moment, cells.features)
     theta = shares(cells.features, solution.phi)[0] + solution.rho
     return evidence, float((log_s - theta[places]).mean())

@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.features import NUM_FEATURES
 from speclen.controller.estimator.saving import Array
 from speclen.records import Arm, Limits
-
-GROWTH = 0.12  # width of a range relative to its first size: up to 16 each size is one
-MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
 
 
 class Grid(NamedTuple):
@@ -30,7 +28,7 @@ class Grid(NamedTuple):
     def of(cls, limits: Limits) -> Grid:
         """Ranges 1, 2, 3, ..., then ranges that grow: those of larger limits begin with the same ones."""
         low = [1]
-        while (following := low[-1] + max(1, int(low[-1] * GROWTH))) <= limits.max_batch_size:
+        while (following := low[-1] + max(1, int(low[-1] * settings.current.growth))) <= limits.max_batch_size:
             low.append(following)
         high = [*(each - 1 for each in low[1:]), limits.max_batch_size]
         range_of = np.searchsorted(low, np.arange(limits.max_batch_size + 1), side="right") - 1
@@ -95,7 +93,7 @@ class Cells:
 
     def kept(self, count: np.ndarray) -> np.ndarray | None:
         """Places of the cells to keep, ascending; None where there are not too many. count: samples of each."""
-        if len(self.numbers) <= MOST_CELLS:
+        if len(self.numbers) <= settings.current.most_cells:
             return None
-        places: np.ndarray = np.sort(np.argsort(-count)[: MOST_CELLS * 3 // 4])
+        places: np.ndarray = np.sort(np.argsort(-count)[: settings.current.most_cells * 3 // 4])
         return places

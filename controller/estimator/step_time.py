@@ -23,18 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.features import NUM_FEATURES, PRIOR_MEAN, PRIOR_PRECISION, shares
 from speclen.controller.estimator.saving import Array
 
-FIRST_GAIN, LEAST_GAIN = 0.4, 0.05  # weight of the newest step before: until it is known how the level wanders; least
 NEIGHBOURS = 64  # steps before that a step is compared with
 FAR = 16  # steps between those that tell how the level wanders
-MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 1/e
-CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
-CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
-NOISE, RESIDUAL = 0.09, 0.04  # standard deviations of a contrast and of rho, at first
-LEAST_SD = 0.02  # of both
-SHORT_MEMORY = 300.0  # samples over which noise and gain are averaged, and the level for display
 
 
 class Samples(NamedTuple):
@@ -56,16 +50,20 @@ class Tail:
     log_s: Array = field(default_factory=lambda: np.zeros(0))
     level: float = 0.0
     num_samples: int = 0
-    near: float = NOISE
-    far: float = NOISE * np.sqrt(1.0 + FIRST_GAIN**2 / (1.0 - FIRST_GAIN) * (FAR - 1) / 2)
+    near: float = field(default_factory=lambda: settings.current.noise)
+    far: float = field(default_factory=lambda: _first_far())
 
     @property
     def gain(self) -> float:
         """Weight of the newest step before, in steps of a factor of 1.4."""
         wander = max(0.0, 2.0 * (self.far**2 - self.near**2) / (FAR - 1))
-        ratio = wander / max(self.near**2 - wander / 2, LEAST_SD**2 / 4)
+        ratio = wander / max(self.near**2 - wander / 2, settings.current.least_sd**2 / 4)
         gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
-        return float(np.clip(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), LEAST_GAIN, FIRST_GAIN))
+        return float(
+            np.clip(
+                2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), settings.current.least_gain, settings.current.first_gain
+            )
+        )
 
     def followed_by(self, samples: Samples) -> Samples:
         """The tail and the next samples."""
@@ -75,7 +73,7 @@ class Tail:
         """Keep the newest of a window, and follow the level."""
         self.num_samples += num_new
         level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
-        self.level += min(num_new / min(self.num_samples, SHORT_MEMORY), 1.0) * (level - self.level)
+        self.level += min(num_new / min(self.num_samples, settings.current.short_memory), 1.0) * (level - self.level)
         self.near += _step_towards(self.near, _distances(window, num_new, 1))
         self.far += _step_towards(self.far, _distances(window, num_new, FAR))
         self.cells, self.log_s = window.cells[-NEIGHBOURS:], window.log_s[-NEIGHBOURS:]
@@ -97,7 +95,7 @@ class Evidence:
     moment: Array = field(default_factory=lambda: np.zeros(0))
     count: Array = field(default_factory=lambda: np.zeros(0))
     log_sum: Array = field(default_factory=lambda: np.zeros(0))
-    noise: float = NOISE
+    noise: float = field(default_factory=lambda: settings.current.noise)
 
     def grow(self, num_cells: int) -> None:
         """Make room for new cells."""
@@ -131,7 +129,7 @@ class Evidence:
         theta, variance: estimate of every cell and its variance, for the clipping.
         """
         num_new = len(samples.log_s)
-        self.fade(float(np.exp(-num_new / MEMORY)))
+        self.fade(float(np.exp(-num_new / settings.current.memory)))
         np.add.at(self.count, samples.cells, 1.0)
         np.add.at(self.log_sum, samples.cells, samples.log_s)
         window = tail.followed_by(samples)
@@ -152,14 +150,21 @@ class Evidence:
         noise = self.noise**2
         spread = np.sqrt(noise + believed)
         z = np.abs(surprise) / spread
-        weighted = contrasts * (np.minimum(1.0, CLIP / np.maximum(z, CLIP)) / noise)[:, None]
+        weighted = (
+            contrasts * (np.minimum(1.0, settings.current.clip / np.maximum(z, settings.current.clip)) / noise)[:, None]
+        )
         self.information[np.ix_(known, known)] += weighted.T @ contrasts
         self.moment[known] += weighted.T @ differences
         if len(z):
-            clipped = (np.minimum(z, CLIP) * spread) ** 2
-            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS
-            share = min(len(z) / SHORT_MEMORY, 0.5)
-            self.noise = max(float(np.sqrt((1.0 - share) * noise + share * own)), LEAST_SD)
+            clipped = (np.minimum(z, settings.current.clip) * spread) ** 2
+            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * settings.current.clipped_loss
+            share = min(len(z) / settings.current.short_memory, 0.5)
+            self.noise = max(float(np.sqrt((1.0 - share) * noise + share * own)), settings.current.least_sd)
+
+
+def _first_far() -> float:
+    now = settings.current
+    return now.noise * float(np.sqrt(1.0 + now.first_gain**2 / (1.0 - now.first_gain) * (FAR - 1) / 2))
 
 
 def _distances(window: Samples, num_new: int, lag: int) -> np.ndarray:
@@ -174,7 +179,7 @@ def _distances(window: Samples, num_new: int, lag: int) -> np.ndarray:
 
 def _step_towards(mean: float, values: np.ndarray) -> float:
     """Change of a fading mean."""
-    return min(len(values) / SHORT_MEMORY, 0.5) * (float(values.mean()) - mean) if len(values) else 0.0
+    return min(len(values) / settings.current.short_memory, 0.5) * (float(values.mean()) - mean) if len(values) else 0.0
 
 
 @lru_cache(256)
@@ -209,7 +214,7 @@ NOTHING = Solution(
     np.zeros(0),
     np.zeros((0, 0)),
     np.zeros((0, NUM_FEATURES)),
-    RESIDUAL**2,
+    settings.current.residual**2,
 )  # before any step
 
 
@@ -233,6 +238,6 @@ def solve(information: np.ndarray, moment: np.ndarray, features: np.ndarray, las
     spread = rho**2 + residual * np.diag(shrinkage)
     weight = np.diag(information) * residual
     known = weight / (1.0 + weight)
-    new = float((known * spread).sum() + 8 * RESIDUAL**2) / float(known.sum() + 8)
-    new = max(new, LEAST_SD**2)
+    new = float((known * spread).sum() + 8 * settings.current.residual**2) / float(known.sum() + 8)
+    new = max(new, settings.current.least_sd**2)
     return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)

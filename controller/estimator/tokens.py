@@ -14,23 +14,13 @@ from operator import add
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.saving import Array
 from speclen.records import NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
 
-FIRST_ACCEPTED, DEEPER = 0.7, 0.98  # acceptance of the first draft token, of each relative to the one before, unseen
-LEAST_ACCEPTED = 0.02  # and rejected
-SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together; samples that all sizes do
-REPORT_MEMORY = 600.0  # reports of a worker after which histograms have faded to 1/e
-OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
-PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for, and all batch sizes in the class mix of one
-UNSEEN_NGRAM = 1.05  # steps per token of n-gram arms, relative to the same length, before any output was evaluated
-OVERDISPERSION = 2.0  # variance of accepted runs relative to independent sequences: requests stay easy or hard
-ALIKE = 0.2  # correlation of a request's steps: at one request at a time a group of reports is one sample, not many
-OUTPUT_SD = 0.4  # of the log tokens per step of one output, and of their ratio for two arms
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 # Two-sided CUSUM per class: allowance and threshold in standard deviations, the largest step, and what is remembered
 # after it fires.
-SLACK, THRESHOLD, LARGEST_Z, KEPT = 0.5, 9.0, 4.0, 0.05
 
 COUNTS = ("reached", "passed", "tokens", "outputs", "steps", "drafted", "verified", "ngrams")
 
@@ -125,10 +115,10 @@ class TokenEvidence:
             runs = list(accumulate(reversed(histogram)))[::-1]  # sequences with at least 0, 1, ... accepted tokens
             reached[kind, :length] += runs[:-1]
             passed[kind, :length] += runs[1:]
-        fade = float(np.exp(-len(records) / REPORT_MEMORY))
+        fade = float(np.exp(-len(records) / settings.current.report_memory))
         self.reached, self.passed = self.reached * fade, self.passed * fade
         expected = reached * ratios.accepted
-        variance = (1.0 + ALIKE * len(records)) * (expected * (1.0 - ratios.accepted)).sum(axis=1)
+        variance = (1.0 + settings.current.alike * len(records)) * (expected * (1.0 - ratios.accepted)).sum(axis=1)
         z = (passed - expected).sum(axis=1) / np.sqrt(variance + 1e-9)
         changes = [
             change
@@ -140,7 +130,7 @@ class TokenEvidence:
         return bool(changes)
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
-        kind, fade = output.request_class, np.exp(-1.0 / OUTPUT_MEMORY)
+        kind, fade = output.request_class, np.exp(-1.0 / settings.current.output_memory)
         whole, (values, has_ngrams) = output.num_output_tokens / output.num_tokens, _by_arm(output)
         if has_ngrams:
             alone = (1.0, output.num_output_tokens, *(whole * values[::2, 1, 0]))
@@ -148,7 +138,7 @@ class TokenEvidence:
         if values.shape[2] < min(self.steps.shape[2], 2):
             return []  # nothing of the draft model
         values = values[:, :, np.minimum(np.arange(self.steps.shape[2]), values.shape[2] - 1)]
-        z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / OUTPUT_SD
+        z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / settings.current.output_sd
         changes = self._detect(1, kind, z) if self.outputs[kind] > 8 else []
         news = (output.num_output_tokens, 1.0, *(whole * values))
         for name, new in zip(("tokens", "outputs", "steps", "drafted", "verified"), news, strict=True):
@@ -158,15 +148,15 @@ class TokenEvidence:
 
     def _detect(self, source: int, kind: int, z: float) -> list[tuple[int, float]]:
         """Follow a CUSUM; where it fires, forget most of a class. source: 0 for histograms, 1 for outputs."""
-        z = min(max(z, -LARGEST_Z), LARGEST_Z)
-        sums = np.maximum(self.cusum[source, kind] + (z - SLACK, -z - SLACK), 0.0)
+        z = min(max(z, -settings.current.largest_z), settings.current.largest_z)
+        sums = np.maximum(self.cusum[source, kind] + (z - settings.current.slack, -z - settings.current.slack), 0.0)
         statistic = float(sums.max())
-        fires = statistic > THRESHOLD
+        fires = statistic > settings.current.threshold
         self.cusum[source, kind] = 0.0 if fires else sums
         if not fires:
             return []
         for name in COUNTS:
-            getattr(self, name)[kind] *= KEPT
+            getattr(self, name)[kind] *= settings.current.kept
         return [(kind, statistic)]
 
 
@@ -189,8 +179,8 @@ def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.nda
         if at < len(survival):
             value = survival[at] / max(survival[at - 1] if at else 1.0, 1e-9)
         else:
-            value = accepted[-1] * DEEPER if at else FIRST_ACCEPTED
-        accepted.append(min(max(value, LEAST_ACCEPTED), 1.0 - LEAST_ACCEPTED))
+            value = accepted[-1] * settings.current.deeper if at else settings.current.first_accepted
+        accepted.append(min(max(value, settings.current.least_accepted), 1.0 - settings.current.least_accepted))
     return np.array(accepted)
 
 
@@ -198,9 +188,11 @@ def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unsee
     """Estimates from the evidence of some workers, one or more, each with its weight. unseen: acceptance, [positions]."""
     total = {name: sum(w * getattr(e, name) for e, w in zip(evidence, weights, strict=True)) for name in COUNTS}
     everyone = _accepted_by_all(total["reached"].sum(axis=0), total["passed"].sum(axis=0), unseen)
-    accepted = (total["passed"] + SHRINKAGE * everyone) / (total["reached"] + SHRINKAGE)
+    accepted = (total["passed"] + settings.current.shrinkage * everyone) / (
+        total["reached"] + settings.current.shrinkage
+    )
     expected = 1.0 + np.pad(np.cumsum(np.cumprod(accepted, axis=1), axis=1), ((0, 0), (1, 0)))
-    steps = np.minimum(np.stack([1.0 / expected, UNSEEN_NGRAM / expected], axis=1), 1.0)
+    steps = np.minimum(np.stack([1.0 / expected, settings.current.unseen_ngram / expected], axis=1), 1.0)
     lengths, tokens = np.arange(accepted.shape[1] + 1), total["tokens"]
     by_histograms = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
     known = {name: _shrunk(total[name], tokens, values) for name, values in by_histograms.items()}
@@ -227,8 +219,11 @@ def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray
     accepted = np.zeros(len(reached))
     for at, prior in enumerate(unseen.tolist()):
         if at:
-            prior = min(max(accepted[at - 1] * prior / unseen[at - 1], LEAST_ACCEPTED), 1.0 - LEAST_ACCEPTED)
-        accepted[at] = (passed[at] + SHRINKAGE * prior) / (reached[at] + SHRINKAGE)
+            prior = min(
+                max(accepted[at - 1] * prior / unseen[at - 1], settings.current.least_accepted),
+                1.0 - settings.current.least_accepted,
+            )
+        accepted[at] = (passed[at] + settings.current.shrinkage * prior) / (reached[at] + settings.current.shrinkage)
     return accepted
 
 
@@ -236,9 +231,13 @@ def _shrunk(sums: np.ndarray, tokens: np.ndarray, prior: np.ndarray) -> np.ndarr
     """Per token: evaluations with histograms as their prior, and everybody's ratio as that of a class."""
     share = (tokens + 1.0) / (tokens + 1.0).sum()
     everyone_prior = np.tensordot(share, prior, 1)
-    everyone = (sums.sum(axis=0) + PRIOR_TOKENS * everyone_prior) / (tokens.sum() + PRIOR_TOKENS)
+    everyone = (sums.sum(axis=0) + settings.current.prior_tokens * everyone_prior) / (
+        tokens.sum() + settings.current.prior_tokens
+    )
     ratio = everyone / np.maximum(everyone_prior, 1e-9)
-    values: np.ndarray = (sums + PRIOR_TOKENS * prior * ratio) / (tokens[:, None, None] + PRIOR_TOKENS)
+    values: np.ndarray = (sums + settings.current.prior_tokens * prior * ratio) / (
+        tokens[:, None, None] + settings.current.prior_tokens
+    )
     return values
 
 
@@ -248,13 +247,17 @@ def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray, by_
     ngram, length: of the arms that they are compared with, [n]. by_steps: without that of n-grams, which only evaluated
     outputs tell.
     """
-    accepted = np.clip(ratios.accepted.mean(axis=0), LEAST_ACCEPTED, 1.0 - LEAST_ACCEPTED)
+    accepted = np.clip(
+        ratios.accepted.mean(axis=0), settings.current.least_accepted, 1.0 - settings.current.least_accepted
+    )
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
     deeper = np.maximum(sums[:, None] - sums[:-1], 0.0)  # tokens from positions i on, [lengths, positions]
     share = deeper / (1.0 + sums)[:, None]
-    spread = OVERDISPERSION * (1.0 - accepted) / (accepted * (ratios.trials + SHRINKAGE))
+    spread = (
+        settings.current.overdispersion * (1.0 - accepted) / (accepted * (ratios.trials + settings.current.shrinkage))
+    )
     by_length = ((share[:, None] - share) ** 2) @ spread
     outputs = np.inf if by_steps else ratios.outputs
-    kinds = (ngram[:, None] != np.arange(2)) * OUTPUT_SD**2 / (outputs + 1.0)
+    kinds = (ngram[:, None] != np.arange(2)) * settings.current.output_sd**2 / (outputs + 1.0)
     variance: np.ndarray = kinds[:, :, None] + by_length[length][:, None]
     return variance

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from speclen.controller.estimator import settings
 from speclen.controller.estimator.isolation import Worker
 from speclen.controller.estimator.sizes import Cells
 from speclen.controller.estimator.step_time import Evidence
 from speclen.controller.estimator.tokens import TokenEvidence
-
-MOST_TRACKED = 16  # workers told apart; evidence of others is added up, and each of them is a small part of it
-EXPIRED = 20_000  # reports of others after which a worker without any has left
-FAIR_SHARE = 2.0  # of the median worker's evidence that one worker counts for, at most
 
 
 @dataclass(eq=False)
@@ -40,13 +37,15 @@ class Workers:
         if known is not None:
             return known
         self._expire(num_reports, isolated)
-        among = self.tracked if len(self.tracked) < MOST_TRACKED else self.untracked
+        among = self.tracked if len(self.tracked) < settings.current.most_tracked else self.untracked
         return among.setdefault(name, Worker(TokenEvidence.none(self.tokens.reached.shape[1])))
 
     def _expire(self, num_reports: int, isolated: Container[str]) -> None:
         """Put the evidence of workers that have left together, but that of isolated ones."""
         for workers in (self.tracked, self.untracked):
-            for name in [name for name, each in workers.items() if num_reports - each.last_seen > EXPIRED]:
+            for name in [
+                name for name, each in workers.items() if num_reports - each.last_seen > settings.current.expired
+            ]:
                 worker = workers.pop(name)
                 if name not in isolated:
                     self.times.absorb(worker.times)
@@ -99,5 +98,5 @@ class Workers:
 
 def fair_weights(amounts: Sequence[float]) -> list[float]:
     """Weight of each worker's evidence: none counts for more than FAIR_SHARE times the median."""
-    most = FAIR_SHARE * float(np.median([amount for amount in amounts if amount > 0] or [1.0]))
+    most = settings.current.fair_share * float(np.median([amount for amount in amounts if amount > 0] or [1.0]))
     return [min(1.0, most / max(amount, 1e-9)) for amount in amounts]

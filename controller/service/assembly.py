@@ -76,7 +76,7 @@ def open_store(config: ControllerConfig) -> Store:
 
 def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> tuple[Intake, Learner]:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator, totals = Estimator(config.policy), Totals()
+    estimator, totals = Estimator(policy=config.policy), Totals()
     registry = Registry(time.time, config.max_workers, config.max_contexts)
     forgotten, set_aside = restore(estimator, registry, stored, store.path)
     journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)

@@ -64,7 +64,7 @@ class Worker:
 
 def made(policy: str = "adaptive", limits: Limits = LIMITS) -> Estimator:
     """An estimator with one context."""
-    estimator = Estimator(policy)
+    estimator = Estimator(policy=policy)
     estimator.add_context(KEY, limits)
     return estimator
 

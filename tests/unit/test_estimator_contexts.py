@@ -8,7 +8,7 @@ import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator, Outcome
-from speclen.controller.estimator.workers import MOST_TRACKED
+from speclen.controller.estimator import EstimatorSettings
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 
@@ -64,12 +64,12 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
     """Of those that are too many to be told apart as well: their evidence lies where a profile's would be put."""
     estimator = made()
-    for number in range(MOST_TRACKED + 4):
+    for number in range(EstimatorSettings.most_tracked + 4):
         Worker(estimator, f"worker-{number}").serve(4, GROUP)
     before = [row.num_steps for row in estimator.rows(KEY)]
     estimator.seed_profile(KEY, profile())
     assert [row.num_steps for row in estimator.rows(KEY)] == before
-    assert sum(before) == GROUP * (MOST_TRACKED + 4)
+    assert sum(before) == GROUP * (EstimatorSettings.most_tracked + 4)
 
 
 def test_a_widened_context_keeps_what_it_uses() -> None:
@@ -145,7 +145,7 @@ def test_a_policy_that_does_not_learn_goes_on_with_longer_lengths() -> None:
 
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="best"):
-        Estimator("best")
+        Estimator(policy="best")
     with pytest.raises(ValueError, match="state"):
         made().restore(KEY.pair, b"nothing of ours")
 
