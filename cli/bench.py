@@ -10,7 +10,7 @@ from speclen.worker.backends.spinning import set_spins
 VERBS: Verbs = {
     "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps."),
-    "policy": ("speclen.bench.simulation.policy", "policy", "Policies in simulated situations, beside an oracle."),
+    "policy": ("speclen.bench.simulation.policy", "policy", "The estimator and its variants in simulated worlds."),
     "controller": (
         "speclen.bench.fleet.controller",
         "controller",

@@ -1,92 +1,153 @@
-"""Slow component of step times: a factor on all arms alike, as a function of time.
+"""Load, and the factor on all step times, as functions of time: the same whatever the learner does.
 
-Calibrated on vllm-h200-a.db and -b.db: unflagged latencies over 5 ms, divided by the step time of their batch size and
-length in the blocks at fixed lengths, smoothed by a median over nine steps. The ratio has two modes. Recording a / b:
-fast 1.00 / 1.08, slow 1.67 / 1.65; mean stay in the slow mode 0.95 / 1.08 s, in the fast one 0.8 / 1.9 s (stays cut off
-by an end of a burst count half); slow at the start of a burst in 45 / 37% of 11 / 19 bursts; slow share of time 55 / 32%.
-Recording b is the usual time here, recording a the first half minute. Half of the bursts start slow, for 0.4 s (25 steps).
-Within a mode the level wanders by some 5%. Noise of single steps: 4.1 / 5.2% (median of differences between neighbours),
-with 5% of the differences beyond 20%.
+The factor is calibrated on vllm-h200-a.db and -b.db: unflagged latencies over 5 ms, divided by the step time of their batch
+size and length in the blocks at fixed lengths, smoothed by a median over nine steps. The ratio has two modes. Recording a
+/ b: fast 1.00 / 1.08, slow 1.67 / 1.65; mean stay in the slow mode 0.95 / 1.08 s, in the fast one 0.8 / 1.9 s; slow at the
+start of a burst in 45 / 37% of 11 / 19 bursts; slow share of time 55 / 32%. Recording b is the usual time here, recording a
+the first half minute. Within a mode the factor wanders by some 5%. Noise of single steps: 4.1 / 5.2% (median of differences
+between neighbours), with 5% of the differences beyond 20%.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 import numpy as np
 
-SLOW, SLOW_SD = 1.65, 0.06
-SLOW_S, FAST_S, EARLY_FAST_S = 1.0, 2.0, 0.8  # mean stays in a mode; the last one in the first EARLY_S
 EARLY_S = 30.0
-START_SLOW, START_S = 0.5, 0.4  # chance that a burst starts slow, and mean time until it is not
-WANDER_SD, WANDER_S = 0.04, 2.0  # of the logarithm in either mode, and its memory
+START_S = 0.4  # mean time of a slow start
+WANDER_S = 2.0  # memory of the wandering
 GRID_S = 0.05
-NOISE, TAIL_SHARE, TAIL_NOISE = 0.045, 0.1, 0.2
+NUM_DRAWN = 8192  # steps for which noise is drawn; it repeats after them
 
 
-def noisy(mean_s: float, rng: np.random.Generator) -> float:
-    """Time of one step, given its mean at the moment."""
-    scale = TAIL_NOISE if rng.random() < TAIL_SHARE else NOISE
-    return float(mean_s * np.exp(scale * rng.standard_normal()))
+class Noise(NamedTuple):
+    """slow: factor of the slow mode; slow_s, fast_s, early_fast_s: mean stays, the last one in the first half minute;
+    start_slow: chance that a burst starts slow; wander: standard deviation of the log factor in a mode.
 
+    Of single steps: sd of the log, tail_share with tail_sd instead; spikes, draft_spikes: (share, factor) of steps that take
+    longer, and of those that draft.
+    """
 
-class Level:
-    """Factor on step times at any moment, drawn beforehand."""
+    slow: float = 1.65
+    slow_s: float = 1.0
+    fast_s: float = 2.0
+    early_fast_s: float = 0.8
+    start_slow: float = 0.5
+    wander: float = 0.04
+    sd: float = 0.045
+    tail_share: float = 0.1
+    tail_sd: float = 0.2
+    spikes: tuple[float, float] = (0.0, 1.0)
+    draft_spikes: tuple[float, float] = (0.0, 1.0)
 
-    def __init__(self, rng: np.random.Generator, duration_s: float, starts: list[float]) -> None:
-        """starts: moments at which bursts start."""
-        num_cells = int(duration_s / GRID_S) + 200
-        slow = np.zeros(num_cells, dtype=bool)
-        self._draw_slow_seconds(rng, slow)
-        for start in starts:
-            if rng.random() < START_SLOW:
-                slow[int(start / GRID_S) : int((start + rng.exponential(START_S)) / GRID_S) + 1] = True
-        heights = np.log(SLOW) + SLOW_SD * rng.standard_normal(num_cells)
-        entered = np.maximum.accumulate(np.where(slow & ~np.roll(slow, 1), np.arange(num_cells), 0))
-        self._factor = np.exp(np.where(slow, heights[entered], 0.0) + _wander(rng, num_cells)).tolist()
-
-    @staticmethod
-    def _draw_slow_seconds(rng: np.random.Generator, slow: np.ndarray) -> None:
-        now, end = 0.0, len(slow) * GRID_S
-        while now < end:
-            now += rng.exponential(EARLY_FAST_S if now < EARLY_S else FAST_S)
-            stop = now + rng.exponential(SLOW_S)
+    def level(self, rng: np.random.Generator, duration_s: float, starts: list[float]) -> list[float]:
+        """Factor on step times by cell of GRID_S. starts: of bursts."""
+        num_cells = int(duration_s / GRID_S) + 400
+        slow, now = np.zeros(num_cells, dtype=bool), 0.0
+        while self.slow != 1.0 and now < duration_s:
+            now += rng.exponential(self.early_fast_s if now < EARLY_S else self.fast_s)
+            stop = now + rng.exponential(self.slow_s)
             slow[int(now / GRID_S) : int(stop / GRID_S)] = True
             now = stop
+        for start in starts if self.slow != 1.0 else ():
+            if rng.random() < self.start_slow:
+                slow[int(start / GRID_S) : int((start + rng.exponential(START_S)) / GRID_S) + 1] = True
+        heights = np.log(self.slow) + 0.06 * rng.standard_normal(num_cells)
+        entered = np.maximum.accumulate(np.where(slow & ~np.roll(slow, 1), np.arange(num_cells), 0))
+        kept, value, path = float(np.exp(-GRID_S / WANDER_S)), 0.0, []
+        for step in (self.wander * np.sqrt(1.0 - kept**2) * rng.standard_normal(num_cells)).tolist():
+            path.append(value := kept * value + step)
+        factor: list[float] = np.exp(np.where(slow, heights[entered], 0.0) + path).tolist()
+        return factor
 
-    def at(self, now_s: float) -> float:
-        """The factor at a moment."""
-        return self._factor[min(int(now_s / GRID_S), len(self._factor) - 1)]
+    def of_steps(self, rng: np.random.Generator) -> tuple[list[float], list[float]]:
+        """Factors on single steps without and with drafts, by number of the step."""
+        scale = np.where(rng.random(NUM_DRAWN) < self.tail_share, self.tail_sd, self.sd)
+        plain = np.exp(scale * rng.standard_normal(NUM_DRAWN) - scale**2 / 2)
+        uniform = rng.random(NUM_DRAWN)
+        plain *= np.where(uniform < self.spikes[0], self.spikes[1], 1.0)
+        drafting = plain * np.where(1.0 - uniform < self.draft_spikes[0], self.draft_spikes[1], 1.0)
+        return plain.tolist(), drafting.tolist()
+
+    @property
+    def draft_factor(self) -> float:
+        """Mean factor of steps that draft, relative to those that do not."""
+        share, factor = self.draft_spikes
+        return 1.0 + share * (factor - 1.0)
 
 
-def _wander(rng: np.random.Generator, num_cells: int) -> np.ndarray:
-    """A first-order autoregressive path."""
-    kept = float(np.exp(-GRID_S / WANDER_S))
-    steps = WANDER_SD * np.sqrt(1.0 - kept**2) * rng.standard_normal(num_cells)
-    path, value = np.empty(num_cells), 0.0
-    for at, step in enumerate(steps.tolist()):
-        value = kept * value + step
-        path[at] = value
-    return path
+class Load(NamedTuple):
+    """Requests at a time: from each of `starts` on, `sizes`. renewed: True if all requests are new at each start."""
 
-
-class Bursts:
-    """Loads one after the other: (start in seconds, number of requests at a time)."""
-
-    def __init__(
-        self, rng: np.random.Generator, duration_s: float, sweep: tuple[int, ...], length_s: tuple[float, float]
-    ) -> None:
-        """sweep: loads, played up and down in turn. length_s: shortest and longest burst."""
-        self.starts: list[float] = []
-        self.loads: list[int] = []
-        now, upwards = 0.0, True
-        while now < duration_s:
-            for load in sweep if upwards else sweep[::-1]:
-                self.starts.append(now)
-                self.loads.append(load)
-                now += rng.uniform(*length_s)
-            upwards = not upwards
+    starts: list[float]
+    sizes: list[int]
+    renewed: bool = True
 
     def index_at(self, now_s: float) -> int:
-        """Number of the burst at a moment."""
+        """Number of the stretch at a moment."""
         return bisect_right(self.starts, now_s) - 1
+
+
+class Sweep(NamedTuple):
+    """Bursts with each of the sizes, up and down in turn. length_s: shortest and longest burst."""
+
+    sizes: tuple[int, ...]
+    length_s: tuple[float, float]
+
+    def draw(self, rng: np.random.Generator, duration_s: float) -> Load:
+        """Draw the bursts of a run."""
+        starts, sizes, upwards = list[float](), list[int](), True
+        now = 0.0
+        while now < duration_s:
+            for size in self.sizes if upwards else self.sizes[::-1]:
+                starts.append(now)
+                sizes.append(size)
+                now += rng.uniform(*self.length_s)
+            upwards = not upwards
+        return Load(starts, sizes)
+
+
+class Rollout(NamedTuple):
+    """Batches that start with `most` requests, of which fewer and fewer are left until the next batch starts."""
+
+    most: int
+    length_s: float
+
+    def draw(self, rng: np.random.Generator, duration_s: float) -> Load:
+        """Draw the batches of a run."""
+        starts, sizes = list[float](), list[int]()
+        for start in np.arange(0.0, duration_s, self.length_s):
+            shares = np.sort(rng.beta(1.0, 2.5, self.most))  # long-tailed: when each ends
+            starts += [start, *(start + self.length_s * shares[:-1]).tolist()]
+            sizes += list(range(self.most, 0, -1))
+        return Load(starts, sizes, renewed=False)
+
+
+class Day(NamedTuple):
+    """A load that follows a sine from 1 to `most` and back, with arrivals at random."""
+
+    most: int
+    length_s: float
+
+    def draw(self, rng: np.random.Generator, duration_s: float) -> Load:
+        """Draw a run."""
+        starts = np.arange(0.0, duration_s, duration_s / 400)
+        mean = 1.0 + (self.most - 1) * (0.5 - 0.5 * np.cos(2 * np.pi * starts / self.length_s))
+        return Load(starts.tolist(), np.clip(rng.poisson(mean), 1, self.most).tolist(), renewed=False)
+
+
+class AnySize(NamedTuple):
+    """Another size each time, up to `most`, so that few are seen twice."""
+
+    most: int
+    length_s: float
+
+    def draw(self, rng: np.random.Generator, duration_s: float) -> Load:
+        """Draw a run."""
+        starts = np.arange(0.0, duration_s, self.length_s)
+        return Load(starts.tolist(), rng.integers(1, self.most + 1, len(starts)).tolist(), renewed=False)
+
+
+AnyLoad = Sweep | Rollout | Day | AnySize

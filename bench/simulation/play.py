@@ -1,111 +1,407 @@
-"""Plays a learner in worlds: reports arrive in groups, probes are offered after each, every step is scored."""
+"""Plays learners in a world: every learner meets the same requests, loads and noise.
+
+What a world does is drawn beforehand: load and level by time, noise by number of the step, requests by order of arrival.
+A step is scored by its expected time, and by the oracle's expected time for the same tokens: chance decides what a learner
+sees, not what it is given for it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from bisect import bisect_right
+from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
-from speclen.bench.simulation.learner import Learner
-from speclen.records import Arm, Probe, StepRecord
-
-if TYPE_CHECKING:  # they import this module
-    from speclen.bench.simulation.own_h200 import Truth
-    from speclen.bench.simulation.scenarios import World
+from speclen.bench.simulation.learners import Learner
+from speclen.bench.simulation.level import GRID_S, NUM_DRAWN, AnyLoad, Noise, Sweep
+from speclen.bench.simulation.machines import AnyMachine, Machine
+from speclen.bench.simulation.overlap import SHORT_S, SHORT_SHARE, Queue
+from speclen.bench.simulation.texts import DRAFTS, OFFERED, Outputs, Texts
+from speclen.records import NUM_CLASSES, Arm, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
 PROBE_VALID_S = 2.0
 FAULTY_RATE = 16  # reports of a faulty worker for each of its steps
+PREFILL_S = 0.004
+NUM_REQUESTS = 4096  # for which outputs are drawn; they repeat after them
+PROFILED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class Step(NamedTuple):
-    """A step as it happened. reports: those that left with it, its own or earlier ones.
+class Stage(NamedTuple):
+    """A change of a world. start: share of the time before it; machine, texts: None for those of the world."""
 
-    spent_s: its expected time; work_s: the oracle's for the same tokens of the same requests.
+    start: float
+    machine: AnyMachine | None = None
+    texts: Texts | None = None
+
+
+class World(NamedTuple):
+    """A situation in which policies are compared.
+
+    machines: of a worker each. profile: factor on the times of steps that draft in the offline profile, None for no profile.
+    evaluated: share of finished outputs that are evaluated for every arm, others for n-grams alone; None for no evaluation.
+    flagged: share of steps that prefill a chunk of a prompt. transition: by steps since a change of arm, what they take
+    longer, relative. lost: share of reports; late_s: of the others. overlapped: reports and prefill are as vLLM's.
+    last_is_faulty: the last worker reports, 16 times as often, that all was accepted, and is not scored.
     """
 
-    reports: tuple[StepRecord, ...]
-    spent_s: float
-    work_s: float
+    title: str
+    machines: tuple[AnyMachine, ...] = (Machine(),)
+    stages: tuple[Stage, ...] = ()
+    texts: Texts = Texts()
+    limits: Limits = Limits(16, 8, ngram=True)
+    load: AnyLoad = Sweep((1, 2, 4, 8, 16), (3.0, 5.0))
+    noise: Noise = Noise()
+    seconds: float = 120.0
+    profile: float | None = None
+    evaluated: float | None = 0.12
+    flagged: float = 0.0
+    transition: tuple[float, ...] = ()
+    lost: float = 0.0
+    late_s: float = 0.0
+    overlapped: bool = False
+    last_is_faulty: bool = False
+
+    @property
+    def probe_steps(self) -> int:
+        """Steps that a probe takes, as a worker of this kind asks for."""
+        return 5 if self.overlapped else 4 if self.transition else 3
+
+
+class Truth:
+    """Expected seconds and tokens of every arm, and the best arm, by batch size and context length."""
+
+    def __init__(self, machine: AnyMachine, outputs: Outputs, noise: Noise) -> None:
+        self.machine, self.outputs, self.noise = machine, outputs, noise
+        steps, drafting, verified = outputs.walks.sum(axis=2)
+        self.tokens = (outputs.num_tokens.sum() / steps).tolist()
+        self._shares = list(zip(outputs.arms, drafting / steps, verified / steps, strict=True))
+        self._known: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+
+    def at(self, batch_size: int, context: float) -> tuple[list[float], list[float]]:
+        """Expected seconds of a step of every arm, and its goodput relative to the best arm's."""
+        key = batch_size, round(8 * np.log2(context)) if getattr(self.machine, "context_s", 0.0) else 56
+        if key not in self._known:
+            seconds = [self._step_s(batch_size, 2 ** (key[1] / 8), *each) for each in self._shares]
+            goodput = [tokens / step_s for tokens, step_s in zip(self.tokens, seconds, strict=True)]
+            self._known[key] = seconds, [each / max(goodput) for each in goodput]
+        return self._known[key]
+
+    def _step_s(self, batch: int, context: float, arm: Arm, drafting: float, verified: float) -> float:
+        some = 1.0 - (1.0 - drafting) ** batch  # chance that any sequence drafts
+        passes = arm.speculation_length * some
+        seconds = self.machine.step_s(batch, drafting * batch, passes, verified * batch, context)
+        return seconds * (1.0 + some * (self.noise.draft_factor - 1.0) * bool(passes))
+
+    def best_arm(self, batch_size: int, context: float = 128.0) -> Arm:
+        """The oracle's arm: the most expected tokens per second."""
+        return self.outputs.arms[int(np.argmax(self.at(batch_size, context)[1]))]
+
+
+class Scene:
+    """A world drawn for one seed. Playing it changes nothing."""
+
+    def __init__(self, world: World, seed: int, seconds: float | None = None) -> None:
+        self.world, self.seconds = world, seconds or world.seconds
+        rng = np.random.default_rng([seed, 23])
+        stages = (Stage(0.0), *world.stages)
+        kinds = {texts: Outputs(rng, texts, world.limits) for texts in (each.texts or world.texts for each in stages)}
+        self.starts = [stage.start * self.seconds for stage in stages]
+        self.workers = [
+            Site(
+                self,
+                [Truth(e.machine or machine, kinds[e.texts or world.texts], world.noise) for e in stages],
+                seed,
+                at,
+            )
+            for at, machine in enumerate(world.machines)
+        ]
+
+    def profile(self) -> Profile | None:
+        """The offline profile that the controller has: of the first worker, as `speclen profile run` would measure it."""
+        return None if self.world.profile is None else self.profile_of(self.world.profile)
+
+    def profile_of(self, factor: float) -> Profile:
+        """The profile of the first worker. factor: on the times of steps that draft."""
+        truth, limits = self.workers[0].truths[0], self.world.limits
+        lengths = range(limits.max_speculation_length + 1)
+        sizes = [size for size in PROFILED_SIZES if size < limits.max_batch_size] + [limits.max_batch_size]
+        context = float(truth.outputs.prompts.mean())
+        cells = tuple(
+            ProfileCell(size, length, truth.at(size, context)[0][length] * (factor if length else 1.0),
+                        0.01 * truth.at(size, context)[0][length], 20, context)
+            for size in sizes for length in lengths
+        )  # fmt: skip
+        return Profile(cells, truth.outputs.survival(len(lengths) - 1), (4000,) * (len(lengths) - 1), "simulated")
+
+    def best_constant(self) -> Arm:
+        """The arm with the most goodput over the whole time, of those that never change."""
+        share = np.zeros(len(self.workers[0].truths[0].outputs.arms))
+        for site in self.workers:
+            for now_s in np.arange(0.0, self.seconds, self.seconds / 500):
+                truth = site.truths[bisect_right(self.starts, now_s) - 1]
+                context = float(truth.outputs.prompts.mean())
+                share += truth.at(site.load.sizes[site.load.index_at(now_s)], context)[1]
+        return self.workers[0].truths[0].outputs.arms[int(share.argmax())]
+
+
+class Site:
+    """One worker of a scene: its load, level, noise and requests, drawn beforehand."""
+
+    def __init__(self, scene: Scene, truths: list[Truth], seed: int, number: int) -> None:
+        world, rng = scene.world, np.random.default_rng([seed, 24, number])
+        self.world, self.truths, self.starts, self.seconds = world, truths, scene.starts, scene.seconds
+        self.name = f"worker-{number}"
+        self.load = world.load.draw(rng, scene.seconds)
+        self.level = world.noise.level(rng, scene.seconds, self.load.starts)
+        self.plain, self.drafting = world.noise.of_steps(rng)
+        self.requests = rng.integers(0, 1 << 30, NUM_REQUESTS)
+        chances = rng.random((4, NUM_DRAWN))
+        self.prefills, self.lost, self.ran_empty = (
+            chances[:3] < [[world.flagged], [world.lost], [SHORT_SHARE]]
+        ).tolist()
+        self.chances = chances[3].tolist()
 
 
 class Score:
-    """Record of a learner's steps, and its goodput."""
+    """Time spent, and the oracle's for the same tokens, by thirds of the time."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float, float]] = []  # start, time spent, the oracle's time for its tokens
+        self.spent_s, self.work_s = [0.0] * 3, [0.0] * 3
+        self.num_steps = self.num_probe_steps = 0
 
-    def percent(self, from_s: float = 0.0, to_s: float = float("inf")) -> float:
-        """Goodput in percent of the oracle's over steps that start in [from_s, to_s)."""
-        start, spent_s, work_s = np.array(self.steps).T
-        here = (start >= from_s) & (start < to_s)
-        return 100.0 * float(work_s[here].sum() / spent_s[here].sum())
+    @property
+    def percent(self) -> float:
+        """Goodput in percent of the oracle's."""
+        return 100.0 * sum(self.work_s) / sum(self.spent_s)
 
-
-def best_arm(world: World | Truth, batch_size: int) -> Arm:
-    """The oracle's arm: the most true tokens per second."""
-
-    def goodput(arm: Arm) -> float:
-        seconds, tokens = world.expected(batch_size, arm)
-        return tokens / seconds
-
-    return max(world.arms, key=goodput)
+    @property
+    def thirds(self) -> tuple[float, ...]:
+        """Goodput in percent of the oracle's, by thirds of the time."""
+        return tuple(100.0 * work / spent for work, spent in zip(self.work_s, self.spent_s, strict=True))
 
 
-def play(learner: Learner, *worlds: World, last_is_faulty: bool = False) -> Score:
-    """Let a learner select every arm of some workers until the time of one is over.
-
-    last_is_faulty: the last worker reports that all was accepted, 16 times as often, and is not scored.
-    """
-    score, ignored = Score(), Score()
-    workers = [Worker(world, learner, f"worker-{at}", score) for at, world in enumerate(worlds)]
-    if last_is_faulty:
-        workers[-1].is_faulty, workers[-1].score = True, ignored
-    while (worker := min(workers, key=lambda each: each.world.now_s)).world.now_s < worker.world.duration_s:
+def play(learner: Learner, scene: Scene) -> Score:
+    """Let a learner select every arm until the time is over."""
+    score = Score()
+    workers = [Worker(site, learner, score) for site in scene.workers]
+    if scene.world.last_is_faulty:
+        workers[-1].is_faulty, workers[-1].score = True, Score()
+    while (worker := min(workers, key=lambda each: each.now_s)).now_s < scene.seconds:
         worker.step()
     return score
 
 
 class Worker:
-    """A worker of a learner: a probe begins at a step without prefill within PROBE_VALID_S."""
+    """A worker as it plays: its requests, reports on their way, and the probe that it runs.
 
-    def __init__(self, world: World, learner: Learner, name: str, score: Score) -> None:
-        self.world, self.learner, self.name, self.score = world, learner, name, score
-        self.is_faulty = False
+    A probe begins at a step without prefill within PROBE_VALID_S.
+    """
+
+    def __init__(self, site: Site, learner: Learner, score: Score) -> None:
+        self.site, self.learner, self.score = site, learner, score
+        self.is_faulty, self.now_s, self.seq = False, 0.0, 0
         self._waiting: list[StepRecord] = []
+        self._sent: deque[tuple[float, list[StepRecord]]] = deque()
         self._due_s = GROUP_S
         self._probe: Probe | None = None
         self._steps_left, self._valid_until_s = 0, 0.0
+        self._last, self._alike, self._used = Arm(0), len(site.world.transition), set[tuple[int, Arm]]()
+        self._queue = Queue() if site.world.overlapped else None
+        self._at = self._end = self._text = np.zeros(0, dtype=np.int64)
+        self._place = (-1, -1)
+        self._begin()
+
+    # Requests
+
+    def _begin(self) -> bool:
+        """Begin a stretch of the load or a stage where it is due; False if nothing changes."""
+        site = self.site
+        place = site.load.index_at(self.now_s), bisect_right(site.starts, self.now_s) - 1
+        if place == self._place:
+            return False
+        kept = 0 if site.load.renewed or place[1] != self._place[1] else len(self._at)
+        if site.load.renewed or place[1] != self._place[1]:
+            self._next_request = 61 * sum(place) % NUM_REQUESTS
+        self._place, self._truth, size = place, site.truths[place[1]], site.load.sizes[place[0]]
+        self._outputs = self._truth.outputs
+        if size > kept:
+            grown = np.zeros((3, size), dtype=np.int64)
+            grown[:, :kept] = self._at[:kept], self._end[:kept], self._text[:kept]
+            self._at, self._end, self._text = grown
+            self._admit(np.arange(kept, size))
+        else:
+            self._at, self._end, self._text = self._at[:size], self._end[:size], self._text[:size]
+        self._num_new = max(size - kept, 0)
+        self._rows: slice | np.ndarray = slice(None)
+        self._recount()
+        return True
+
+    def _admit(self, rows: np.ndarray) -> None:
+        """Replace the requests in some rows by the next ones."""
+        places = np.arange(self._next_request, self._next_request + len(rows)) % NUM_REQUESTS
+        self._next_request += len(rows)
+        texts = self.site.requests[places] % len(self._outputs.num_tokens)
+        self._text[rows], self._at[rows] = texts, texts * self._outputs.longest
+        self._end[rows] = self._at[rows] + self._outputs.num_tokens[texts]
+
+    def _recount(self) -> None:
+        rows = self._rows
+        self.batch_size = len(self._at[rows])
+        starts = self._text[rows] * self._outputs.longest
+        self._held = int((self._outputs.prompts[self._text[rows]] + self._at[rows] - starts).sum())
+
+    def _advance(self, tokens: np.ndarray, num_tokens: int) -> tuple[int, ...]:
+        """Go on by a step; returns the outputs that ended. Those admitted in vLLM's step decode from the next one on."""
+        rows = self._rows
+        self._at[rows] += tokens
+        self._held += num_tokens
+        ended = (self._at >= self._end).nonzero()[0]
+        texts: tuple[int, ...] = ()
+        admitted = not isinstance(rows, slice)
+        self._rows, self._num_new = slice(None), len(ended)
+        if len(ended):
+            texts = tuple(self._text[ended].tolist())
+            self._admit(ended)
+            if self._queue and len(ended) < len(self._at):
+                self._rows = np.setdiff1d(np.arange(len(self._at)), ended, assume_unique=True)
+        if len(ended) or admitted:
+            self._recount()
+        return texts
+
+    # Steps
 
     def step(self) -> None:
         """Take a step, after the delivery of the reports before it if that is due."""
-        world = self.world
-        if world.now_s >= self._due_s and self._waiting:
+        site, world = self.site, self.site.world
+        if self.now_s >= self._due_s or self._sent:
             self._deliver()
-        arm, probe_id = self._arm()
-        start_s, step = world.now_s, world.step(arm, probe_id)
-        self.score.steps.append((start_s, step.spent_s, step.work_s))
-        self._waiting += [boast(one) for one in step.reports] * FAULTY_RATE if self.is_faulty else step.reports
+        self.seq += 1
+        drawn = self.seq % NUM_DRAWN
+        with_prompts = self._num_new > 0 or site.prefills[drawn]
+        arm, probe_id = self._select(with_prompts)
+        batch, length, context = self.batch_size, arm.speculation_length, self._held / self.batch_size
+        place = length + arm.ngram * (world.limits.max_speculation_length + 1)
+        codes = self._outputs.codes[place][self._at[self._rows]]
+        accepted, total = codes & 0xFFFF, int(codes.sum())
+        num_drafting, num_verified = (total >> DRAFTS) & 0xFFFF, batch + (total >> OFFERED)
+        passes = length if num_drafting else 0
+        seconds, ratio = self._truth.at(batch, context)
+        flags, extra_s = self._change(arm, batch, passes, num_drafting, seconds[place])
+        level = site.level[int(self.now_s / GRID_S)]
+        spent_s = level * (seconds[place] + extra_s)
+        happened_s = self._truth.machine.step_s(batch, num_drafting, passes, num_verified, context) + extra_s
+        if self._queue:  # the time between two results is of both steps
+            before = self._last.speculation_length
+            happened_s = (
+                happened_s + self._truth.machine.step_s(batch, batch, before, batch * (1 + before), context)
+            ) / 2
+        happened_s *= level * (site.drafting if passes else site.plain)[drawn]
+        if with_prompts and not self._queue:
+            happened_s += level * PREFILL_S
+            flags.append(StepFlag.PREFILL)
+        self._last = arm
+        third = min(int(3 * self.now_s / site.seconds), 2)
+        self.score.spent_s[third] += spent_s
+        self.score.work_s[third] += level * seconds[place] * ratio[place]
+        self.score.num_steps += 1
+        self.score.num_probe_steps += probe_id > 0
+        histogram, by_class = self._histograms(accepted, arm.max_tokens)
+        record = StepRecord(
+            *(self.seq, batch, arm, happened_s, histogram, context, 1, frozenset(flags), probe_id, by_class),
+            num_drafted_sequences=num_drafting,
+            num_verified_tokens=num_verified,
+            num_new_sequences=self._num_new,
+        )
+        self.now_s += happened_s
+        outputs = self._outputs
+        ended = self._advance(1 + accepted, batch + (total & 0xFFFF))
+        changed = self._begin()
+        if self._queue:
+            self._overlap(self._queue, record, with_prompts, changed)
+            return
+        if ended and (share := world.evaluated) is not None:
+            whole = site.chances[drawn]
+            found = [outputs.evaluation(text, (whole + 0.618 * at) % 1.0 < share) for at, text in enumerate(ended)]
+            record = record._replace(evaluations=tuple(found))
+        self._report(record)
+
+    def _change(
+        self, arm: Arm, batch: int, passes: int, num_drafting: int, step_s: float
+    ) -> tuple[list[StepFlag], float]:
+        """Flags of a step in its worker, and seconds that the change of arm costs."""
+        if self._queue:
+            return [], 0.0
+        flags, extra_s, transition = list[StepFlag](), 0.0, self.site.world.transition
+        if passes and not self._last.speculation_length:
+            flags.append(StepFlag.CATCH_UP)
+            extra_s = self._truth.machine.pass_s + self._truth.machine.first_pass_s(num_drafting)
+        if transition:
+            self._alike = self._alike + 1 if arm == self._last else 0
+            if self._alike < len(transition):
+                extra_s += transition[self._alike] * step_s
+            if not self._alike:
+                flags.append(StepFlag.CHANGED_ARM)
+        if (batch, arm) not in self._used:
+            self._used.add((batch, arm))
+            flags.append(StepFlag.FIRST_USE)
+        return flags, extra_s
+
+    def _histograms(
+        self, accepted: np.ndarray, most: int
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
+        """Sequences by accepted tokens, of all and by class."""
+        if len(self.site.world.texts.shares) == 1:
+            return tuple(np.bincount(accepted, minlength=most + 1).tolist()), ()
+        kinds = self._outputs.kinds[self._text[self._rows]]
+        counts = np.bincount(kinds * (most + 1) + accepted, minlength=NUM_CLASSES * (most + 1)).tolist()
+        rows = [tuple(counts[at : at + most + 1]) for at in range(0, len(counts), most + 1)]
+        return tuple(map(sum, zip(*rows, strict=True))), tuple((at, row) for at, row in enumerate(rows) if any(row))
+
+    # Reports
+
+    def _overlap(self, queue: Queue, record: StepRecord, with_prompts: bool, changed: bool) -> None:
+        """Report what is known by now. changed: True if a stretch of the load ended with the step."""
+        drawn = record.seq % NUM_DRAWN
+        if ran_empty := self.site.ran_empty[drawn]:
+            low, high = SHORT_S
+            record = record._replace(latency_s=low + (high - low) * self.site.chances[drawn])
+        queue.add(record, with_prompts, ran_empty)
+        if changed:
+            queue.drain()
+        for each in queue.take():
+            self._report(each)
+
+    def _report(self, record: StepRecord) -> None:
+        if self.is_faulty:
+            self._waiting += [boast(record)] * FAULTY_RATE
+        elif not self.site.lost[record.seq % NUM_DRAWN]:
+            self._waiting.append(record)
 
     def _deliver(self) -> None:
-        self.learner.observe(self._waiting, self.name)
-        if self._probe is None:
-            self._probe = self.learner.probe_for(self._waiting[-1].batch_size, self.name)
-            self._steps_left = self._probe.num_steps if self._probe else 0
-            self._valid_until_s = self.world.now_s + PROBE_VALID_S
-        self._waiting, self._due_s = [], self.world.now_s + GROUP_S
+        if self._waiting and self.now_s >= self._due_s:
+            self._sent.append((self.now_s + self.site.world.late_s, self._waiting))
+            self._waiting, self._due_s = [], self.now_s + GROUP_S
+        while self._sent and self._sent[0][0] <= self.now_s:
+            _, records = self._sent.popleft()
+            self.learner.observe(records, self.site.name)
+            if self._probe is None:
+                self._probe = self.learner.probe_for(records[-1].batch_size, self.site.name)
+                self._steps_left = self._probe.num_steps if self._probe else 0
+                self._valid_until_s = self.now_s + PROBE_VALID_S
 
-    def _arm(self) -> tuple[Arm, int]:
+    def _select(self, with_prompts: bool) -> tuple[Arm, int]:
         """Arm of the next step, and the number of the probe that selects it or 0."""
-        world, probe = self.world, self._probe
+        probe, size = self._probe, self.batch_size
         if probe is not None:
-            fits, begun = probe.batch_min <= world.batch_size <= probe.batch_max, self._steps_left < probe.num_steps
-            if (begun and not (fits and self._steps_left)) or (not begun and world.now_s > self._valid_until_s):
+            fits, begun = probe.batch_min <= size <= probe.batch_max, self._steps_left < probe.num_steps
+            if (begun and not (fits and self._steps_left)) or (not begun and self.now_s > self._valid_until_s):
                 self._probe = None
-            elif fits and (begun or not world.with_prompts):
+            elif fits and (begun or not with_prompts):
                 self._steps_left -= 1
                 return probe.arm, probe.probe_id
-        return self.learner.arm_for(world.batch_size, self.name), 0
+        return self.learner.arm_for(size, self.site.name), 0
 
 
 def boast(record: StepRecord) -> StepRecord:

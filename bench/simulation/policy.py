@@ -1,69 +1,100 @@
-"""`speclen bench policy`: plays policies on simulated machines and prints goodput in percent of the oracle's."""
+"""`speclen bench policy`: the estimator and its variants in simulated worlds, in percent of an oracle's goodput."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
-from statistics import median
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from speclen.bench.simulation.learner import Constant, EstimatorLearner, Learner
-from speclen.bench.simulation.own_h200 import OwnH200
-from speclen.bench.simulation.play import play
-from speclen.bench.simulation.scenarios import SCENARIOS, Scenario, Worlds
-from speclen.cli.support.errors import UserError, user_errors
-from speclen.worker.config import parse_policy
+from speclen.bench.simulation.learners import EstimatorLearner, Fixed, Learner, PlugIn
+from speclen.bench.simulation.play import Scene, play
+from speclen.bench.simulation.report import Run, print_board
+from speclen.bench.simulation.worlds import WORLDS
+from speclen.cli.support.errors import UserError
+from speclen.controller.estimator import EstimatorSettings
 
-COMPARED = "adaptive,profile,n-gram,none,fixed:1,fixed:3,fixed:5,fixed:8"
-FIRST_S = 40.0
-SCENARIO_HELP = f"Scenario, repeatable; all when absent: {', '.join(SCENARIOS)}."
-
-
-Job = tuple[str, str, int]  # scenario, policy, seed
-
-
-class Run(NamedTuple):
-    """Goodput in percent of the oracle's: of all steps, of the first 40 seconds, of the rest."""
-
-    scenario: str
-    policy: str
-    seed: int
-    whole: float
-    first: float
-    later: float
-
-
-def run(job: Job, seconds: float) -> Run:
-    """Play in this process. seconds: of simulated time."""
-    name, policy, seed = job
-    scenario = SCENARIOS[name]
-    worlds = scenario.worlds(seed, seconds)
-    score = play(learner_of(policy, scenario, worlds), *worlds, last_is_faulty=scenario.last_is_faulty)
-    shares = (score.percent(), score.percent(0.0, FIRST_S), score.percent(FIRST_S))
-    return Run(*job, *(round(share, 2) for share in shares))
+DEFAULT = "default"
+RULES = ("plug-in", "table", "constant")
+# Settings that switch a mechanism of the estimator off.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "probes": {"earned": 0.0, "credit": 0.0},
+    "optimism": {"optimism": 0.0},
+    "hysteresis": {"stays": 0.0},
+    "clipping": {"clip": 1e9, "clipped_loss": 1.0},
+    "residuals": {"residual": 1e-3, "least_sd": 1e-3},
+    "adaptive-gain": {"first_gain": 0.2, "least_gain": 0.2},
+    "change-detection": {"threshold": 1e9},
+    "isolation": {"unlike_times": 1e9, "unlike_tokens": 1e9},
+    "untried": {"unseen": 0.0},
+    "near-sizes": {"near_probe": 1.0},
+    "fair-weights": {"fair_share": 1e9},
+    "overdispersion": {"overdispersion": 1.0, "alike": 0.0},
+}
+WORLD_HELP = f"World, repeatable; all when absent: {', '.join(WORLDS)}."
+ABLATE_HELP = f"Mechanism to switch off, repeatable: {', '.join(ABLATIONS)}."
 
 
-def learner_of(policy: str, scenario: Scenario, worlds: Worlds) -> Learner:
-    """The controller's estimator, or an arm of that name."""
-    first = worlds[0]
-    if (arm := parse_policy(policy)) is not None:
-        return Constant(arm.within(first.limits))
-    profile = scenario.profile(first.outputs) if scenario.profile and isinstance(first, OwnH200) else None
-    return EstimatorLearner(first.limits, policy, profile, scenario.probe_steps)
+class Variant(NamedTuple):
+    """A learner of the board: the estimator with some settings, or a rule. name: as the tables have it."""
+
+    name: str
+    settings: EstimatorSettings | None
+
+    def learner(self, scene: Scene) -> Learner:
+        """A learner that knows nothing of the scene but its limits and profile; rules of Fixed know its truth."""
+        world = scene.world
+        if self.settings is not None:
+            return EstimatorLearner(self.settings, world.limits, scene.profile(), world.probe_steps)
+        if self.name == "plug-in":
+            return PlugIn(world.limits, world.probe_steps)
+        if self.name == "table":
+            return Fixed.best_of(scene.profile_of(1.0))
+        return Fixed({1: scene.best_constant()})
 
 
-def run_all(jobs: Sequence[Job], seconds: float, num_processes: int) -> Iterator[Run]:
+def changed(assignments: str) -> EstimatorSettings:
+    """Settings with some values changed. assignments: NAME=VALUE, separated by commas. Raises UserError."""
+    settings = EstimatorSettings()
+    known = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    for assignment in assignments.split(","):
+        name, _, value = assignment.strip().partition("=")
+        if name not in known:
+            raise UserError(f"--set: {name!r} is not a setting of the estimator: use one of {', '.join(known)}")
+        try:
+            settings = replace(settings, **{name: type(known[name])(value)})
+        except ValueError as error:
+            raise UserError(f"--set {assignment}: {error}") from error
+    return settings
+
+
+def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None) -> list[Run]:
+    """Play every variant in one scene. job: world and seed; seconds: of simulated time, None for the world's own."""
+    name, seed = job
+    scene, runs = Scene(WORLDS[name], seed, seconds), []
+    for variant in variants:
+        score = play(variant.learner(scene), scene)
+        thirds = tuple(round(share, 3) for share in score.thirds)
+        runs.append(
+            Run(name, seed, variant.name, round(score.percent, 3), thirds, score.num_steps, score.num_probe_steps)
+        )
+    return runs
+
+
+def run_all(
+    jobs: Sequence[tuple[str, int]], variants: Sequence[Variant], seconds: float | None, num_processes: int
+) -> Iterator[list[Run]]:
     """Runs of all jobs, in their order."""
-    play_one = partial(run, seconds=seconds)
+    play_one = partial(run, variants=variants, seconds=seconds)
     if num_processes == 1:
         yield from map(play_one, jobs)
         return
@@ -73,53 +104,62 @@ def run_all(jobs: Sequence[Job], seconds: float, num_processes: int) -> Iterator
 
 
 def policy(
-    scenario: list[str] = typer.Option([], help=SCENARIO_HELP),
-    policies: str = typer.Option(
-        COMPARED,
-        help="Policies, separated by commas: adaptive, profile, or one arm as above.",
-        show_default=COMPARED.replace(",", ", "),
+    world: list[str] = typer.Option([], help=WORLD_HELP),
+    ablate: list[str] = typer.Option([], help=ABLATE_HELP),
+    set_: list[str] = typer.Option(
+        [], "--set", metavar="NAME=VALUE,...", help="Settings of the estimator to change, repeatable: a variant each."
     ),
-    seeds: int = typer.Option(8, min=1, max=1000, help="Seeds per scenario."),
+    rule: list[str] = typer.Option([], help="Simple rule to compare with, repeatable: plug-in, table or constant."),
+    runs: int = typer.Option(24, min=2, max=1000, help="Runs per world and variant, each with a seed of its own."),
     first_seed: int = typer.Option(0, min=0, help="First seed."),
-    seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a run."),
-    processes: int = typer.Option(0, min=0, max=256, help="Processes; 0 for one per core."),
-    json_output: bool = typer.Option(False, "--json", help="Print JSON on stdout."),
+    seconds: float = typer.Option(0.0, min=0.0, max=3600.0, help="Simulated time of a run; 0 for the world's own."),
+    jobs: int = typer.Option(0, min=0, max=256, help="Processes; 0 for one per core."),
+    against: Path | None = typer.Option(None, help="Compare with the default settings' runs in a file of --out."),
+    out: Path | None = typer.Option(None, help="Write all runs to a file, as JSON."),
 ) -> None:
-    """Compare policies in simulated situations: goodput in percent of the oracle's.
+    """Compare the estimator with variants of itself and with simple rules, in percent of an oracle's goodput.
 
-    Example: speclen bench policy --scenario acceptance --policies adaptive,profile,fixed:3 --seeds 5
+    The oracle knows every expected step time and acceptance rate. Every variant plays the same runs: the same requests,
+    loads and noise for the same seed. So differences to the default settings come with their standard error over the seeds,
+    by world and over all. Scores are of expected times: chance decides what a variant sees, not its score.
+
+    The rules: `plug-in` learns by discounted means and explores 2% of the steps, `table` has the best length of the true
+    offline profile, `constant` is the best single arm in hindsight.
+
+    Example: speclen bench policy --world own-h200 --world repeats --ablate probes --set optimism=2 --rule plug-in
     """
-    chosen = scenario or list(SCENARIOS)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    check(chosen, names)
-    jobs = list(product(chosen, names, range(first_seed, first_seed + seeds)))
-    todo = run_all(jobs, seconds, processes or os.cpu_count() or 1)
-    runs = list(track(todo, total=len(jobs), console=Console(stderr=True)))
-    if json_output:
-        lines = ",\n  ".join(json.dumps(each._asdict()) for each in runs)
-        typer.echo(f'{{"seconds": {seconds}, "runs": [\n  {lines}\n]}}')
-        return
-    for where in chosen:
-        Console().print(table_of(where, [each for each in runs if each.scenario == where]))
+    for given, known, option in ((world, WORLDS, "world"), (ablate, ABLATIONS, "ablate"), (rule, RULES, "rule")):
+        for name in given:
+            if name not in known:
+                raise UserError(f"--{option}: {name!r} is unknown: use one of {', '.join(known)}")
+    variants = [
+        Variant(DEFAULT, EstimatorSettings()),
+        *(Variant(f"no {name}", replace(EstimatorSettings(), **ABLATIONS[name])) for name in dict.fromkeys(ablate)),
+        *(Variant(assignments, changed(assignments)) for assignments in dict.fromkeys(set_)),
+        *(Variant(name, None) for name in dict.fromkeys(rule)),
+    ]
+    before = read_runs(against) if against else []
+    todo = list(product(dict.fromkeys(world or WORLDS), range(first_seed, first_seed + runs)))
+    found = run_all(todo, variants, seconds or None, jobs or os.cpu_count() or 1)
+    done = [each for group in track(found, total=len(todo), console=Console(stderr=True)) for each in group]
+    if out is not None:
+        write_runs(out, done)
+    print_board(done, before, DEFAULT)
 
 
-def check(chosen: list[str], names: list[str]) -> None:
-    """Raises UserError naming a scenario or policy that does not exist."""
-    for where in chosen:
-        if where not in SCENARIOS:
-            raise UserError(f"scenario {where!r} is unknown: use one of {', '.join(SCENARIOS)}")
-    for name in names:
-        with user_errors():
-            parse_policy(name)
+def write_runs(path: Path, runs: Iterable[Run]) -> None:
+    """Write runs as JSON, one a line."""
+    lines = ",\n  ".join(json.dumps(each._asdict()) for each in runs)
+    path.write_text(f'{{"runs": [\n  {lines}\n]}}\n')
 
 
-def table_of(where: str, runs: list[Run]) -> Table:
-    """Medians over the seeds of each policy."""
-    title = f"{where}: {SCENARIOS[where].title}; goodput, % of the oracle's"
-    table = Table("policy", "median", "worst seed", "first 40 s", "after 40 s", title=title)
-    for name in dict.fromkeys(each.policy for each in runs):
-        mine = [each for each in runs if each.policy == name]
-        whole = [each.whole for each in mine]
-        parts = (median(each.first for each in mine), median(each.later for each in mine))
-        table.add_row(name, *(f"{share:.1f}" for share in (median(whole), min(whole), *parts)))
-    return table
+def read_runs(path: Path) -> list[Run]:
+    """Runs of the default settings in a file. Raises UserError if there are none."""
+    try:
+        content = json.loads(path.read_text())["runs"]
+        found = [Run(**each) for each in content if each["variant"] == DEFAULT]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"--against {path}: not a file that --out wrote ({error})") from error
+    if not found:
+        raise UserError(f"--against {path}: it has no runs of the default settings")
+    return found

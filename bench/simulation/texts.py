@@ -1,117 +1,140 @@
-"""Made-up outputs, and how many steps every arm takes through them."""
+"""Outputs of simulated requests, and how many steps every arm takes through them."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from speclen.records import NGRAM_MAX_TOKENS, Limits, OutputEvaluation
+from speclen.records import NGRAM_MAX_TOKENS, Arm, Limits, OutputEvaluation
 from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT
 
-MAX_BATCH, MAX_LENGTH, KNOWN_NGRAM = 16, 8, 16
-LIMITS = Limits(MAX_BATCH, MAX_LENGTH, ngram=True)
-ARMS = tuple(LIMITS.arms())
-# By request class (greedy, low and high temperature): share of outputs, and the draft model's chance to be right about a
-# token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
-SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
-EASY_SHARE, SPREAD = 0.6, 0.04
-# Repetition: chances of a token to begin one and to go on; share of outputs that repeat at all; chance of the draft model
-# inside a repetition. Wrong matches elsewhere: chance, and chance of each further token of one, as in a chat model's text.
-BEGINS, GOES_ON, REPEATING, REPEATED = 0.07, 0.965, 0.8, 0.93
-WRONG_MATCH, WRONG_GOES_ON = 0.3, 0.4
-OUTPUT_TOKENS = (32, 128)
+LONGEST_MATCH = 16
+DRAFTS, OFFERED = 16, 32  # bits at which a code of `Outputs` has these counts; accepted tokens are below
 
 
-class Walk(NamedTuple):
-    """Steps of every arm through an output, and of them those that draft; verified tokens. [arms]."""
+class Texts(NamedTuple):
+    """Kinds of outputs. By request class (greedy, low and high temperature): share of the outputs, and the draft model's
+    chance to be right about a token in easy and in hard outputs.
 
-    steps: np.ndarray
-    drafting: np.ndarray
-    verified: np.ndarray
+    spread: standard deviation of an output's chance. deeper: factor on the chance with each draft position. repeating: share
+    of outputs that repeat earlier text; begins, continues: chances of a token to begin a repetition and to continue it;
+    repeated: chance of the draft model inside one. wrong_match: chance that n-grams match elsewhere, wrong_continues: that
+    such a match has one more token. number: outputs drawn per world; requests take any of them.
+    """
 
-
-class Text(NamedTuple):
-    """An output. arrays: tokens of the match, copied, and how many tokens on the draft model is right, by position."""
-
-    evaluation: OutputEvaluation
-    arrays: np.ndarray
-    walk: Walk
-
-
-def run_ahead(right: np.ndarray) -> np.ndarray:
-    """By position: how many values from there on are true, one after the other."""
-    place = np.arange(len(right))
-    wrong = np.where(right, len(right), place)
-    ahead: np.ndarray = np.minimum.accumulate(wrong[::-1])[::-1] - place
-    return ahead
-
-
-def draw_text(rng: np.random.Generator, easy_share: float) -> Text:
-    """An output of a request of any class."""
-    kind, num_tokens = int(rng.choice(3, p=SHARES)), int(rng.integers(*OUTPUT_TOKENS))
-    chance = (EASY if rng.random() < easy_share else HARD)[kind] + SPREAD * rng.standard_normal()
-    repeats, uniform = np.zeros(num_tokens, dtype=bool), rng.random(num_tokens)
-    if rng.random() < REPEATING:
-        for at in range(1, num_tokens):
-            repeats[at] = uniform[at] < (GOES_ON if repeats[at - 1] else BEGINS)
-    drafted = rng.random(num_tokens) < np.where(repeats, REPEATED, chance)
-    behind = np.concatenate([[0], run_ahead(repeats[::-1])[::-1][:-1]])  # repeated tokens right before a position
-    wrong = (behind == 0) & (rng.random(num_tokens) < WRONG_MATCH)
-    matches = np.where(wrong, rng.geometric(1.0 - WRONG_GOES_ON, num_tokens), np.minimum(behind, KNOWN_NGRAM))
-    copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
-    arrays = np.array([matches, copied, run_ahead(drafted)])
-    walk = walk_of(arrays)
-    steps, drafting, verified = (tuple(each.tolist()) for each in walk)
-    return Text(OutputEvaluation(kind, num_tokens, num_tokens, steps, drafting, verified), arrays, walk)
+    shares: tuple[float, ...] = (0.5, 0.25, 0.25)
+    easy: tuple[float, ...] = (0.85, 0.81, 0.74)
+    hard: tuple[float, ...] = (0.54, 0.48, 0.42)
+    easy_share: float = 0.6
+    spread: float = 0.04
+    deeper: float = 1.0
+    repeating: float = 0.8
+    begins: float = 0.07
+    continues: float = 0.965
+    repeated: float = 0.93
+    wrong_match: float = 0.3
+    wrong_continues: float = 0.4
+    num_tokens: tuple[int, int] = (32, 128)
+    prompt_tokens: tuple[int, int] = (100, 101)
+    number: int = 200
 
 
 class Outputs:
-    """Outputs of which requests take any: their evaluations and classes, and as arrays what they hold.
+    """Outputs drawn for a world.
 
-    walks: [texts, 3, arms]; worth: tokens per step, [texts, arms]; arrays: padded, [arrays, texts, longest].
+    num_tokens, kinds, prompts: [outputs]. codes: [arms, outputs * longest], by arm and position: accepted tokens, whether
+    the draft model drafts, and tokens offered, packed so that one sum gives all three. walks: steps, drafting steps and
+    verified tokens of every arm through an output, [3, arms, outputs].
     """
 
-    def __init__(self, rng: np.random.Generator, number: int, easy_share: float) -> None:
-        texts = [draw_text(rng, easy_share) for _ in range(number)]
-        self.evaluations = [text.evaluation for text in texts]
-        self.kinds = np.array([each.request_class for each in self.evaluations])
-        self.num_tokens = np.array([each.num_tokens for each in self.evaluations])
-        self.walks = np.array([text.walk for text in texts])
-        self.worth = self.num_tokens[:, None] / self.walks[:, 0]
-        self.arrays = np.zeros((len(texts[0].arrays), number, self.num_tokens.max()), dtype=np.int64)
-        for at, text in enumerate(texts):
-            self.arrays[:, at, : text.arrays.shape[1]] = text.arrays
+    def __init__(self, rng: np.random.Generator, texts: Texts, limits: Limits) -> None:
+        self.arms, number = limits.arms(), texts.number
+        self.num_tokens = rng.integers(*texts.num_tokens, size=number)
+        self.prompts = rng.integers(*texts.prompt_tokens, size=number)
+        self.longest = int(self.num_tokens.max())
+        self.kinds = rng.choice(len(texts.shares), number, p=texts.shares)
+        shape = number, self.longest
+        inside = np.arange(self.longest) < self.num_tokens[:, None]
+        easy = rng.random(number) < texts.easy_share
+        mean = np.where(easy, np.array(texts.easy)[self.kinds], np.array(texts.hard)[self.kinds])
+        chance = np.clip(mean + texts.spread * rng.standard_normal(number), 0.02, 0.98)
+        repeats = self._repetitions(rng, texts, shape) & inside
+        uniform = rng.random(shape)
+        self.ahead = self._drafted(
+            uniform, np.where(repeats, texts.repeated, chance[:, None]), texts.deeper, limits.max_speculation_length
+        )
+        behind = np.zeros(shape, dtype=np.int64)  # repeated tokens right before a position
+        behind[:, 1:] = run_ahead(repeats[:, ::-1])[:, ::-1][:, :-1]
+        wrong = (behind == 0) & (rng.random(shape) < texts.wrong_match)
+        guessed = rng.geometric(1.0 - texts.wrong_continues, shape)
+        matches = np.where(wrong, guessed, np.minimum(behind, LONGEST_MATCH))
+        copied = np.where(wrong | (matches == 0), 0, np.minimum(run_ahead(repeats), LONGEST_MATCH))
+        left = np.maximum(self.num_tokens[:, None] - 1 - np.arange(self.longest), 0)
+        self.codes = np.stack([self._codes(arm, matches, copied, left) for arm in self.arms])
+        self.walks = self._walk()
+        self.evaluation = cache(self._evaluation)
+
+    @staticmethod
+    def _repetitions(rng: np.random.Generator, texts: Texts, shape: tuple[int, int]) -> np.ndarray:
+        """True where a token repeats earlier text."""
+        uniform, repeats = rng.random(shape), np.zeros(shape, dtype=bool)
+        repeating = rng.random(shape[0]) < texts.repeating
+        for at in range(1, shape[1] if texts.repeating else 0):
+            chance = np.where(repeats[:, at - 1], texts.continues, texts.begins)
+            repeats[:, at] = repeating & (uniform[:, at] < chance)
+        return repeats
+
+    @staticmethod
+    def _drafted(uniform: np.ndarray, chance: np.ndarray, deeper: float, most: int) -> np.ndarray:
+        """By position: how many tokens from there on the draft model is right about, at most `most`."""
+        ahead = np.zeros(uniform.shape, dtype=np.int64)
+        right = np.ones(uniform.shape, dtype=bool)
+        for depth in range(min(most, uniform.shape[1])):
+            right[:, : uniform.shape[1] - depth] &= (uniform < chance * deeper**depth)[:, depth:]
+            right[:, uniform.shape[1] - depth :] = False
+            ahead += right
+        return ahead
+
+    def _codes(self, arm: Arm, matches: np.ndarray, copied: np.ndarray, left: np.ndarray) -> np.ndarray:
+        length = arm.speculation_length
+        by_ngram = (matches >= (LEAST_BESIDE_DRAFT if length else 1)) & arm.ngram
+        offered = np.where(by_ngram, np.minimum(matches, NGRAM_MAX_TOKENS), length)
+        accepted = np.minimum(np.where(by_ngram, copied, self.ahead), np.minimum(offered, left))
+        drafts = ~by_ngram & (length > 0)
+        packed: np.ndarray = (accepted + (drafts.astype(np.int64) << DRAFTS) + (offered << OFFERED)).reshape(-1)
+        return packed
+
+    def _walk(self) -> np.ndarray:
+        """Step through all outputs with all arms at once."""
+        shape = len(self.arms), len(self.num_tokens)
+        first = np.arange(shape[0])[:, None] * self.codes.shape[1] + np.arange(shape[1]) * self.longest
+        at, steps, total = np.zeros((3, *shape), dtype=np.int64)
+        flat = self.codes.reshape(-1)
+        while (going := at < self.num_tokens).any():
+            code = flat[first + np.minimum(at, self.longest - 1)]
+            steps += going
+            total += np.where(going, code, 0)
+            at += np.where(going, 1 + (code & 0xFFFF), 0)
+        return np.stack([steps, (total >> DRAFTS) & 0xFFFF, steps + (total >> OFFERED)])
+
+    def _evaluation(self, text: int, whole: bool) -> OutputEvaluation:
+        """Off-policy evaluation of an output: of every arm, or of plain decoding and n-grams alone."""
+        every = 1 if whole else len(self.arms) // 2
+        num_tokens = int(self.num_tokens[text])
+        steps, drafted, verified = (tuple(each[::every, text].tolist()) for each in self.walks)
+        return OutputEvaluation(int(self.kinds[text]), num_tokens, num_tokens, steps, drafted, verified)
 
     def survival(self, most: int) -> tuple[float, ...]:
-        """Share of positions behind which the draft model is right about at least 1, 2, ... tokens."""
-        ahead = np.concatenate([self.arrays[2, at, :tokens] for at, tokens in enumerate(self.num_tokens)])
+        """Share of positions from which the draft model is right about at least 1, 2, ... tokens."""
+        ahead = self.ahead[np.arange(self.longest) < self.num_tokens[:, None]]
         return tuple(float((ahead >= run).mean()) for run in range(1, most + 1))
 
 
-def proposals(
-    arrays: np.ndarray, ngram: np.ndarray | bool, lengths: np.ndarray | int, left: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of sequences at some positions: True where n-grams propose, tokens proposed, and of them accepted.
-
-    arrays: as in `Text`, at those positions. left: tokens that the output has after this one.
-    """
-    matches, copied, ahead = arrays
-    by_ngram = ngram & (matches >= np.where(lengths, LEAST_BESIDE_DRAFT, 1))
-    offered = np.where(by_ngram, np.minimum(matches, NGRAM_MAX_TOKENS), lengths)
-    return by_ngram, offered, np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
-
-
-def walk_of(arrays: np.ndarray) -> Walk:
-    """Step through an output with every arm at once."""
-    num_tokens = arrays.shape[1]
-    lengths, ngram = np.array([arm.speculation_length for arm in ARMS]), np.array([arm.ngram for arm in ARMS])
-    at, steps, drafting, verified = np.zeros((4, len(ARMS)), dtype=np.int64)
-    while (going := at < num_tokens).any():
-        here = np.minimum(at, num_tokens - 1)
-        by_ngram, offered, accepted = proposals(arrays[:, here], ngram, lengths, num_tokens - 1 - here)
-        steps += going
-        drafting += going & ~by_ngram & (lengths > 0)
-        verified += np.where(going, 1 + offered, 0)
-        at += 1 + accepted
-    return Walk(steps, drafting, verified)
+def run_ahead(right: np.ndarray) -> np.ndarray:
+    """By position: how many values from there on are true, one after the other, [texts, positions]."""
+    place = np.arange(right.shape[1])
+    wrong = np.where(right, right.shape[1], place)
+    ahead: np.ndarray = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1] - place
+    return ahead

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
-from speclen.controller.estimator import Estimator, Outcome
-from speclen.controller.estimator import EstimatorSettings
+from speclen.controller.estimator import Estimator, EstimatorSettings, Outcome
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from speclen.bench.simulation.play import best_arm
-from speclen.bench.simulation.vllm_h200 import VllmH200
+from speclen.bench.simulation.play import Scene
+from speclen.bench.simulation.worlds import WORLDS
 from speclen.controller.estimator import Estimator
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, ContextKey, StepFlag, StepRecord
@@ -147,18 +147,15 @@ def test_what_is_left_out_of_recorded_times_is_wrong(name, num_before, num_after
 
 def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, float]:
     """By recorded batch size, the rate of the learned length over that of the best: by the blocks at fixed lengths."""
-    world, estimator = VllmH200(duration_s=1.0), Estimator()
+    world, estimator = WORLDS["vllm-h200"], Estimator()
+    scene = Scene(world._replace(texts=world.texts._replace(number=4000)), 0, 1.0)
     estimator.add_context(KEY, world.limits)
+    (truth,) = scene.workers[0].truths
     for _, group in groupby(zip(recorded(name), records, strict=True), lambda pair: pair[0].group):
         estimator.observe(KEY, [record for _, record in group], "vllm")
     table = estimator.table(KEY)
-
-    def rate(batch_size: int, arm: Arm) -> float:
-        step_s, tokens = world.expected(batch_size, arm)
-        return tokens / step_s
-
     sizes = {step.batch_size for step in recorded(name)}
-    return {size: rate(size, table.arm_for(size)) / rate(size, best_arm(world, size)) for size in sizes}
+    return {size: truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes}
 
 
 @pytest.mark.parametrize(("name", "least"), [("a", 0.88), ("b", 0.98)])

@@ -1,0 +1,82 @@
+"""Tables of the scoreboard: what variants score, and how that differs from a baseline in the same runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Run(NamedTuple):
+    """Goodput of one run in percent of the oracle's: of all steps, and by thirds of the time."""
+
+    world: str
+    seed: int
+    variant: str
+    percent: float
+    thirds: Sequence[float]
+    steps: int
+    probe_steps: int
+
+
+class Difference(NamedTuple):
+    """Mean difference of paired runs, and its standard error."""
+
+    mean: float
+    stderr: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.stderr:.2f}"
+
+
+def difference(runs: Iterable[Run], baseline: Iterable[Run]) -> Difference | None:
+    """Over the runs whose world and seed both have, all worlds alike in weight; None if there are none.
+
+    The standard error is over the seeds within each world: worlds are chosen, not sampled.
+    """
+    before = {(each.world, each.seed): each.percent for each in baseline}
+    by_world = defaultdict(list)
+    for each in runs:
+        if (each.world, each.seed) in before:
+            by_world[each.world].append(each.percent - before[each.world, each.seed])
+    if not by_world:
+        return None
+    variances = [stdev(each) ** 2 / len(each) if len(each) > 1 else float("nan") for each in by_world.values()]
+    return Difference(mean(map(mean, by_world.values())), sqrt(sum(variances)) / len(by_world))
+
+
+def print_board(runs: Sequence[Run], before: Sequence[Run], default: str) -> None:
+    """Print a table for each variant, and one of all. before: runs to compare with in place of those of the default."""
+    console, by_variant = Console(), defaultdict(list)
+    for each in runs:
+        by_variant[each.variant].append(each)
+    baseline = before or by_variant[default]
+    summary = Table("variant", *HEADINGS, "difference", title="All worlds; goodput, % of the oracle's")
+    for variant, mine in by_variant.items():
+        compared = [] if baseline is mine else baseline
+        headings = (*HEADINGS, "difference") if compared else HEADINGS
+        table = Table("world", *headings, title=f"{variant}; goodput, % of the oracle's")
+        for world in dict.fromkeys(each.world for each in mine):
+            table.add_row(world, *row([each for each in mine if each.world == world], compared))
+        console.print(table)
+        summary.add_row(variant, *row(mine, compared))
+    console.print(summary)
+
+
+HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst last", "probes")
+
+
+def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
+    """Cells of a table."""
+    percents, thirds = [each.percent for each in runs], [each.thirds for each in runs]
+    values = [mean(percents), median(percents), min(percents), *(mean(each[at] for each in thirds) for at in range(3))]
+    cells = [f"{value:.2f}" for value in (*values, min(each[2] for each in thirds))]
+    cells.append(f"{100 * sum(each.probe_steps for each in runs) / sum(each.steps for each in runs):.1f}%")
+    if baseline:
+        cells.append(str(difference(runs, baseline) or ""))
+    return cells

@@ -1,0 +1,170 @@
+"""The scoreboard: runs are paired, the oracle scores 100, bad rules lose, and differences carry their standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speclen.bench.simulation.learners import Fixed, Learner, PlugIn
+from speclen.bench.simulation.play import Scene, Worker, play
+from speclen.bench.simulation.policy import ABLATIONS, DEFAULT, Variant, changed, policy, read_runs, run, write_runs
+from speclen.bench.simulation.report import Difference, Run, difference
+from speclen.bench.simulation.worlds import WORLDS
+from speclen.cli.support.errors import UserError
+from speclen.controller.estimator import EstimatorSettings
+from speclen.records import Arm, StepFlag, StepRecord
+
+WITHOUT_CHANGES = [name for name, world in WORLDS.items() if not world.stages and len(world.machines) == 1]
+
+
+class Watcher(Fixed):
+    """A constant arm. reports: of every worker."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__({1: arm})
+        self.reports: dict[str, list[StepRecord]] = {}
+
+    def observe(self, records, worker: str) -> None:
+        self.reports.setdefault(worker, []).extend(records)
+
+
+def watched(name: str, arm: Arm, seconds: float, seed: int = 3) -> dict[str, list[StepRecord]]:
+    watcher = Watcher(arm)
+    play(watcher, Scene(WORLDS[name], seed, seconds))
+    return watcher.reports
+
+
+@pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "late-and-lost", "rollout", "cpu"])
+def test_the_same_learner_twice_has_a_difference_of_zero(name: str) -> None:
+    variants = Variant(DEFAULT, EstimatorSettings()), Variant("again", EstimatorSettings())
+    runs = [each for seed in range(2) for each in run((name, seed), variants, 4.0)]
+    first, again = ([each for each in runs if each.variant == name] for name in (DEFAULT, "again"))
+    assert difference(again, first) == Difference(0.0, 0.0)
+    assert first[0].percent != first[1].percent  # other seeds are other runs
+
+
+@pytest.mark.parametrize("name", ["own-h200", "rollout"])
+def test_what_a_world_does_is_independent_of_the_arms(name: str) -> None:
+    """The load at each moment and the noise of each step are those of the seed."""
+    scene = Scene(WORLDS[name], 1, 4.0)
+    worker, other = (Worker(scene.workers[0], Watcher(arm), score_of(scene)) for arm in (Arm(0), Arm(5)))
+    for each in (worker, other):
+        while each.now_s < 3.0:
+            each.step()
+            assert each.batch_size == scene.workers[0].load.sizes[scene.workers[0].load.index_at(each.now_s)]
+
+
+def score_of(scene: Scene):
+    return play(Watcher(Arm(0)), scene)
+
+
+def follow(scene: Scene) -> Learner:
+    """The oracle of a world that does not change."""
+    truth, limits = scene.workers[0].truths[0], scene.world.limits
+    context = float(truth.outputs.prompts.mean())
+    return Fixed({size: truth.best_arm(size, context) for size in range(1, limits.max_batch_size + 1)})
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_CHANGES if name not in ("long-contexts", "slow-steps")])
+def test_the_oracle_has_all(name: str) -> None:
+    """But for the costs of changing the arm, which it does not avoid."""
+    scene = Scene(WORLDS[name], 1, 4.0)
+    assert play(follow(scene), scene).percent == pytest.approx(100.0, abs=4.0 if WORLDS[name].transition else 1.0)
+
+
+BAD_RULES: dict[str, Callable[[Scene], Learner]] = {
+    "never draft": lambda scene: Fixed({1: Arm(0)}),
+    "always the longest": lambda scene: Fixed({1: Arm(scene.world.limits.max_speculation_length)}),
+}
+
+
+@pytest.mark.parametrize("rule", BAD_RULES)
+@pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "cpu"])
+def test_a_bad_rule_loses(name: str, rule: str) -> None:
+    scene = Scene(WORLDS[name], 1, 10.0)
+    assert play(BAD_RULES[rule](scene), scene).percent < 90.0
+
+
+@pytest.mark.parametrize("name", ["hard", "repeats", "n-grams", "dear-draft", "cheap-draft"])
+def test_the_best_arm_changes_with_the_world(name: str) -> None:
+    first, changed_truth, *_ = Scene(WORLDS[name], 1, 10.0).workers[0].truths
+    assert first.best_arm(8) != changed_truth.best_arm(8)
+    assert changed_truth.at(8, 128.0)[1][changed_truth.outputs.arms.index(first.best_arm(8))] < 0.98
+
+
+def test_a_faulty_worker_reports_more_often_that_all_was_accepted() -> None:
+    reports = watched("faulty", Arm(3), 3.0)
+    honest, faulty = reports["worker-0"], reports["worker-3"]
+    assert len(faulty) > 10 * len(honest)
+    assert all(each.accepted_histogram[-1] == each.batch_size for each in faulty)
+    assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
+
+
+def test_the_plug_in_rule_learns() -> None:
+    scene = Scene(WORLDS["eagle"], 1, 60.0)
+    score = play(PlugIn(scene.world.limits, 3), scene)
+    assert score.thirds[2] > 90.0
+    assert 0.015 < score.num_probe_steps / score.num_steps < 0.025
+
+
+def test_steps_after_a_change_of_arm_take_longer() -> None:
+    changes = [each for each in watched("cpu", Arm(1), 20.0)["worker-0"] if StepFlag.CHANGED_ARM in each.flags]
+    assert len(changes) == 1  # from the plain arm before the first step
+
+
+def test_a_difference_weighs_worlds_alike_and_has_the_error_of_its_pairs() -> None:
+    def runs(variant: str, **percents: list[float]) -> list[Run]:
+        return [
+            Run(world, seed, variant, percent, [percent] * 3, 1, 0)
+            for world, values in percents.items()
+            for seed, percent in enumerate(values)
+        ]
+
+    before = runs("before", a=[90.0, 80.0, 70.0], b=[50.0, 60.0])
+    after = runs("after", a=[91.0, 82.0, 73.0], b=[54.0, 64.0], c=[1.0])
+    found = difference(after, before)
+    assert found is not None
+    assert found.mean == pytest.approx((2.0 + 4.0) / 2)
+    assert found.stderr == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert difference(after, []) is None
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_are_settings(name: str) -> None:
+    settings = changed(",".join(f"{field}={value}" for field, value in ABLATIONS[name].items()))
+    assert settings != EstimatorSettings()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"world": ["nowhere"]}, "--world: 'nowhere' is unknown: use one of vllm-h200,"),
+        ({"ablate": ["nothing"]}, "--ablate: 'nothing' is unknown: use one of probes,"),
+        ({"rule": ["best"]}, "--rule: 'best' is unknown: use one of plug-in,"),
+        ({"set_": ["wrong=1"]}, "--set: 'wrong' is not a setting of the estimator: use one of stays,"),
+        ({"set_": ["stays=often"]}, "--set stays=often: could not convert"),
+        ({"against": Path("/nowhere")}, "--against /nowhere: not a file that --out wrote"),
+    ],
+)
+def test_bad_arguments_name_the_value(arguments: dict[str, object], reason: str) -> None:
+    defaults = {
+        "world": [],
+        "ablate": [],
+        "set_": [],
+        "rule": [],
+        "runs": 2,
+        "first_seed": 0,
+        "seconds": 2.0,
+        "jobs": 1,
+    }
+    with pytest.raises(UserError, match=reason):
+        policy(**({**defaults, "against": None, "out": None} | arguments))
+
+
+def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    runs = run(("eagle", 1), [Variant(DEFAULT, EstimatorSettings()), Variant("constant", None)], 2.0)
+    write_runs(tmp_path / "runs.json", runs)
+    (found,) = read_runs(tmp_path / "runs.json")
+    assert difference([found], runs[:1]).mean == 0.0
