@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,8 +43,9 @@ class World(NamedTuple):
     machines: of a worker each. profile: factor on the times of steps that draft in the offline profile, None for no profile.
     evaluated: share of finished outputs that are evaluated for every arm, others for n-grams alone; None for no evaluation.
     flagged: share of steps that prefill a chunk of a prompt. transition: by steps since a change of arm, what they take
-    longer, relative. lost: share of reports; late_s: of the others. overlapped: reports and prefill are as vLLM's.
-    last_is_faulty: the last worker reports, 16 times as often, that all was accepted, and is not scored.
+    longer, relative. first_use_s: of compiling a batch size and arm, which is not scored. lost: share of reports; late_s: of
+    the others. overlapped: reports and prefill are as vLLM's. last_is_faulty: the last worker reports, 16 times as often,
+    that all was accepted, and is not scored.
     """
 
     title: str
@@ -53,11 +55,12 @@ class World(NamedTuple):
     limits: Limits = Limits(16, 8, ngram=True)
     load: AnyLoad = Sweep((1, 2, 4, 8, 16), (3.0, 5.0))
     noise: Noise = Noise()
-    seconds: float = 120.0
+    seconds: float = 90.0
     profile: float | None = None
     evaluated: float | None = 0.12
     flagged: float = 0.0
     transition: tuple[float, ...] = ()
+    first_use_s: float = 0.0
     lost: float = 0.0
     late_s: float = 0.0
     overlapped: bool = False
@@ -127,13 +130,14 @@ class Scene:
         truth, limits = self.workers[0].truths[0], self.world.limits
         lengths = range(limits.max_speculation_length + 1)
         sizes = [size for size in PROFILED_SIZES if size < limits.max_batch_size] + [limits.max_batch_size]
-        context = float(truth.outputs.prompts.mean())
+        context, tokens = float(truth.outputs.prompts.mean()), truth.tokens[: len(lengths)]
+        survival = tuple(more - less for less, more in pairwise(tokens))
         cells = tuple(
             ProfileCell(size, length, truth.at(size, context)[0][length] * (factor if length else 1.0),
                         0.01 * truth.at(size, context)[0][length], 20, context)
             for size in sizes for length in lengths
         )  # fmt: skip
-        return Profile(cells, truth.outputs.survival(len(lengths) - 1), (4000,) * (len(lengths) - 1), "simulated")
+        return Profile(cells, survival, (4000,) * len(survival), "simulated")
 
     def best_constant(self) -> Arm:
         """The arm with the most goodput over the whole time, of those that never change."""
@@ -301,6 +305,8 @@ class Worker:
         if with_prompts and not self._queue:
             happened_s += level * PREFILL_S
             flags.append(StepFlag.PREFILL)
+        if StepFlag.FIRST_USE in flags:
+            happened_s += world.first_use_s
         self._last = arm
         third = min(int(3 * self.now_s / site.seconds), 2)
         self.score.spent_s[third] += spent_s

@@ -126,11 +126,6 @@ class Outputs:
         steps, drafted, verified = (tuple(each[::every, text].tolist()) for each in self.walks)
         return OutputEvaluation(int(self.kinds[text]), num_tokens, num_tokens, steps, drafted, verified)
 
-    def survival(self, most: int) -> tuple[float, ...]:
-        """Share of positions from which the draft model is right about at least 1, 2, ... tokens."""
-        ahead = self.ahead[np.arange(self.longest) < self.num_tokens[:, None]]
-        return tuple(float((ahead >= run).mean()) for run in range(1, most + 1))
-
 
 def run_ahead(right: np.ndarray) -> np.ndarray:
     """By position: how many values from there on are true, one after the other, [texts, positions]."""

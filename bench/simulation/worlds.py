@@ -20,7 +20,7 @@ PADDED = DENSE._replace(padding=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384,
 EXPERTS = Machine(0.006, 0.00005, 0.0012, 0.0002, 0.00003, expert_s=0.00012)
 LONG = Machine(0.014, 0.0001, 0.0016, 0.0, 0.00003, context_s=6e-8)
 
-PLAIN_TEXT = Texts(repeating=0.0, wrong_match=0.12)
+PLAIN_TEXT = Texts(repeating=0.0, wrong_match=0.5, wrong_continues=0.7)
 REPEATING = Texts(repeating=1.0, begins=0.3, continues=0.985, wrong_match=0.05)
 HARD = Texts(easy_share=0.0)
 VLLM_TEXTS = Texts((1.0,), (0.88,), (0.55,), 0.62, 0.03, 1.0, 0.0, wrong_match=0.0, num_tokens=(128, 256),
@@ -37,7 +37,7 @@ VLLM = DRAFTS._replace(
     load=Sweep((1, 2, 4, 8, 16, 32), (1.5, 3.5)),
     overlapped=True,
 )
-LARGE = DRAFTS._replace(machines=(DENSE,), limits=Limits(256, 8), load=WIDE, seconds=90.0)
+LARGE = DRAFTS._replace(machines=(DENSE,), limits=Limits(256, 8), load=WIDE)
 ON_CPU = OWN._replace(
     title="a CPU: changing the arm takes four steps",
     machines=(CPU,),
@@ -63,8 +63,8 @@ def and_back(machine: Machine | None = None, texts: Texts | None = None) -> tupl
 
 WORLDS = {
     # From recordings.
-    "vllm-h200": VLLM,
-    "own-h200": OWN,
+    "vllm-h200": VLLM._replace(seconds=120.0),
+    "own-h200": OWN._replace(seconds=120.0),
     # Profiles.
     "profile": DRAFTS._replace(title="a true profile, nothing changes", profile=1.0),
     "profile-vllm": VLLM._replace(title="a true profile of vLLM", profile=1.0),
@@ -99,6 +99,7 @@ WORLDS = {
         seconds=1200.0,
     ),
     "cpu": ON_CPU,
+    "compilation": DRAFTS._replace(title="a batch size and arm not run before is compiled for 3 s", first_use_s=3.0),
     "throttled": OWN._replace(title="device twice as slow, and back", stages=and_back(THROTTLED)),
     "verification-throttled": OWN._replace(
         title="verification alone slower, and back", stages=and_back(H200._replace(token_s=0.0003))
@@ -125,7 +126,7 @@ WORLDS = {
     "tenants": OWN._replace(
         title="easy and hard requests in turn, 1 s each",
         texts=Texts(easy_share=1.0),
-        stages=tuple(Stage(at / 120, None, HARD if at % 2 else None) for at in range(1, 120)),
+        stages=tuple(Stage(at / 90, None, HARD if at % 2 else None) for at in range(1, 90)),
     ),
     # Noise and reports.
     "flagged": OWN._replace(title="60% of the steps are flagged", flagged=0.6),
