@@ -19,7 +19,9 @@ class Run(NamedTuple):
     seed: int
     variant: str
     percent: float
-    thirds: Sequence[float]
+    first_third: float
+    middle_third: float
+    last_third: float
     steps: int
     probe_steps: int
 
@@ -73,9 +75,9 @@ HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst l
 
 def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
     """Cells of a table."""
-    percents, thirds = [each.percent for each in runs], [each.thirds for each in runs]
-    values = [mean(percents), median(percents), min(percents), *(mean(each[at] for each in thirds) for at in range(3))]
-    cells = [f"{value:.2f}" for value in (*values, min(each[2] for each in thirds))]
+    percents, last = [each.percent for each in runs], [each.last_third for each in runs]
+    thirds = mean(each.first_third for each in runs), mean(each.middle_third for each in runs), mean(last)
+    cells = [f"{value:.2f}" for value in (mean(percents), median(percents), min(percents), *thirds, min(last))]
     cells.append(f"{100 * sum(each.probe_steps for each in runs) / sum(each.steps for each in runs):.1f}%")
     if baseline:
         cells.append(str(difference(runs, baseline) or ""))
