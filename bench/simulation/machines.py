@@ -67,15 +67,14 @@ class Machine(NamedTuple):
 
 
 class VllmMachine(NamedTuple):
-    """vLLM as recorded. draft_factor: on what draft tokens add."""
+    """vLLM as recorded: its steps take no other time than those of the table."""
 
-    draft_factor: float = 1.0
     pass_s: float = 0.0
+    context_s: float = 0.0
 
     def step_s(self, batch: float, drafting: float, passes: float, verified: float, context: float) -> float:
         """Mean seconds of a step."""
-        plain, drafted = VLLM_S[min(int(batch), 32)][0], VLLM_S[min(int(batch), 32)][round(passes)]
-        return plain + self.draft_factor * (drafted - plain)
+        return VLLM_S[int(batch)][round(passes)]
 
     def first_pass_s(self, drafting: float) -> float:
         """Drafting takes nothing beside the recorded times."""

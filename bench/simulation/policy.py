@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import track
 
 from speclen.bench.simulation.learners import EstimatorLearner, Fixed, Learner, PlugIn
-from speclen.bench.simulation.play import Scene, play
+from speclen.bench.simulation.play import play
 from speclen.bench.simulation.report import Run, print_board
+from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.cli.support.errors import UserError
 from speclen.controller.estimator import EstimatorSettings
@@ -82,7 +83,11 @@ def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None
     name, seed = job
     scene, runs = Scene(WORLDS[name], seed, seconds), []
     for variant in variants:
-        score = play(variant.learner(scene), scene)
+        try:
+            score = play(variant.learner(scene), scene)
+        except Exception as error:
+            error.add_note(f"World {name}, seed {seed}, variant {variant.name}.")
+            raise
         whole, first, middle, last = (round(share, 2) for share in (score.percent, *score.thirds))
         runs.append(Run(name, seed, variant.name, whole, first, middle, last, score.num_steps, score.num_probe_steps))
     return runs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from speclen.bench.simulation.level import AnySize, Day, Noise, Rollout, Sweep
 from speclen.bench.simulation.machines import Machine, VllmMachine
-from speclen.bench.simulation.play import Stage, World
 from speclen.bench.simulation.texts import Texts
+from speclen.bench.simulation.world import Stage, World
 from speclen.records import Limits
 
 H200 = Machine()
@@ -109,6 +109,11 @@ WORLDS = {
         stages=tuple(Stage(at / 12, H200.slower(1.0 + at / 5, "pass_s", "drafting_s")) for at in range(1, 12)),
     ),
     "unlike": OWN._replace(title="two workers, one with a slower draft", machines=(H200, SLOW_DRAFT), seconds=60.0),
+    "three-unlike": LARGE._replace(
+        title="three workers, one with a draft four times slower; sizes to 256",
+        machines=(DENSE, DENSE, DENSE.slower(4.0, "pass_s")),
+        load=AnySize(256, 0.1),
+    ),
     "faulty": OWN._replace(
         title="one of four workers reports that all is accepted",
         machines=(H200,) * 4,

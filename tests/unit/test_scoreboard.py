@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner, PlugIn
-from speclen.bench.simulation.play import Scene, Worker, play
+from speclen.bench.simulation.play import Worker, play
 from speclen.bench.simulation.policy import ABLATIONS, DEFAULT, Variant, changed, policy, read_runs, run, write_runs
 from speclen.bench.simulation.report import Difference, Run, difference
+from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.cli.support.errors import UserError
 from speclen.controller.estimator import EstimatorSettings

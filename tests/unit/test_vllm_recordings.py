@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from speclen.bench.simulation.play import Scene
+from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.controller.estimator import Estimator
 from speclen.integrations.vllm.steps import StepTracker, Traits
