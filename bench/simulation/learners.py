@@ -18,7 +18,7 @@ class EstimatorLearner:
     """The controller's estimator with one context. probe_steps: of each probe."""
 
     def __init__(self, settings: EstimatorSettings, limits: Limits, profile: Profile | None, probe_steps: int) -> None:
-        self.limits, self.probe_steps = limits, probe_steps
+        self.limits, self.probe_steps, self.num_drift_events = limits, probe_steps, 0
         self.estimator = Estimator(settings)
         self.estimator.add_context(KEY, limits)
         if profile is not None:
@@ -29,6 +29,7 @@ class EstimatorLearner:
     def observe(self, records: Sequence[StepRecord], worker: str) -> None:
         """Learn from a group of consecutive steps of one worker."""
         outcome = self.estimator.observe(KEY, records, worker)
+        self.num_drift_events += len(outcome.drift_events)
         if outcome.decisions or outcome.drift_events:
             self._tables, self._arms = {}, {}
 
@@ -47,6 +48,8 @@ class EstimatorLearner:
 
 class Fixed:
     """A rule that does not learn: an arm for each batch size, that of the next larger one where it has none."""
+
+    num_drift_events = 0
 
     def __init__(self, arms: dict[int, Arm]) -> None:
         self.sizes, self.arms = sorted(arms), arms
@@ -77,6 +80,7 @@ class PlugIn:
     """
 
     EXPLORED, DISCOUNT = 0.02, 0.995
+    num_drift_events = 0
 
     def __init__(self, limits: Limits, probe_steps: int) -> None:
         self.arms, self.probe_steps = limits.arms(), probe_steps

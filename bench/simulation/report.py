@@ -24,6 +24,7 @@ class Run(NamedTuple):
     last_third: float
     steps: int
     probe_steps: int
+    drift_events: int = 0
 
 
 class Difference(NamedTuple):
@@ -70,7 +71,7 @@ def print_board(runs: Sequence[Run], before: Sequence[Run], default: str) -> Non
     console.print(summary)
 
 
-HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst last", "probes")
+HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst last", "probes", "changes")
 
 
 def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
@@ -78,7 +79,9 @@ def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
     percents, last = [each.percent for each in runs], [each.last_third for each in runs]
     thirds = mean(each.first_third for each in runs), mean(each.middle_third for each in runs), mean(last)
     cells = [f"{value:.2f}" for value in (mean(percents), median(percents), min(percents), *thirds, min(last))]
-    cells.append(f"{100 * sum(each.probe_steps for each in runs) / sum(each.steps for each in runs):.1f}%")
+    num_steps = sum(each.steps for each in runs)
+    cells.append(f"{100 * sum(each.probe_steps for each in runs) / num_steps:.1f}%")
+    cells.append(f"{1000 * sum(each.drift_events for each in runs) / num_steps:.2f}")
     if baseline:
         cells.append(str(difference(runs, baseline) or ""))
     return cells
