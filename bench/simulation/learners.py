@@ -103,6 +103,10 @@ class PlugIn:
                 self.tokens[:, at] = self.DISCOUNT * self.tokens[:, at] + [runs[0], record.num_tokens]
             elif length := record.arm.speculation_length:
                 self.runs[:, :length] = self.DISCOUNT * self.runs[:, :length] + [runs[:-1], runs[1:]]
+            for output in record.evaluations:
+                every = slice(None, None, len(self.arms) // len(output.num_steps))
+                seen = np.array([output.num_steps, [output.num_tokens] * len(output.num_steps)])
+                self.tokens[:, every] = self.DISCOUNT**10 * self.tokens[:, every] + seen
             if not record.flags:
                 self.times[:, at, size] = self.DISCOUNT * self.times[:, at, size] + [1.0, log(record.latency_s)]
         self.owed += self.EXPLORED * len(records)
@@ -147,7 +151,10 @@ class PlugIn:
             return None
         self.owed -= self.probe_steps
         self.num_probes += 1
-        least = int((0.1 * self.times[0].sum(axis=1) + self.times[0, :, self.size(batch_size)]).argmin())
+        samples = 0.1 * self.times[0].sum(axis=1) + self.times[0, :, self.size(batch_size)]
+        least = int(
+            (samples + 1e-3 * (7 * np.arange(len(samples)) % len(samples))).argmin()
+        )  # lengths and n-grams in turn
         low, high = max(1, int(batch_size / 1.2)), int(batch_size * 1.2) + 1
         return Probe(self.num_probes, low, high, self.arms[least], self.probe_steps)
 

@@ -23,11 +23,12 @@ NUM_DRAWN = 8192  # steps for which noise is drawn; it repeats after them
 
 
 class Noise(NamedTuple):
-    """slow: factor of the slow mode; slow_s, fast_s, early_fast_s: mean stays, the last one in the first half minute;
-    start_slow: chance that a burst starts slow; wander: standard deviation of the log factor in a mode.
+    """Randomness of step times.
 
-    Of single steps: sd of the log, tail_share with tail_sd instead; spikes, draft_spikes: (share, factor) of steps that take
-    longer, and of those that draft.
+    slow: factor of the slow mode; slow_s, fast_s, early_fast_s: mean stays, the last one in the first half minute;
+    start_slow: chance that a burst starts slow; wander: standard deviation of the log factor in a mode. Of single steps: sd
+    of the log, tail_share of them with tail_sd instead; spikes, draft_spikes: (share, factor) of steps that take longer, and
+    of those that draft.
     """
 
     slow: float = 1.65
@@ -120,7 +121,7 @@ class Rollout(NamedTuple):
         starts, sizes = list[float](), list[int]()
         for start in np.arange(0.0, duration_s, self.length_s):
             shares = np.sort(rng.beta(1.0, 2.5, self.most))  # long-tailed: when each ends
-            starts += [start, *(start + self.length_s * shares[:-1]).tolist()]
+            starts += [float(start), *(start + self.length_s * shares[:-1]).tolist()]
             sizes += list(range(self.most, 0, -1))
         return Load(starts, sizes, renewed=False)
 

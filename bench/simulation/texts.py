@@ -15,13 +15,14 @@ DRAFTS, OFFERED = 16, 32  # bits at which a code of `Outputs` has these counts; 
 
 
 class Texts(NamedTuple):
-    """Kinds of outputs. By request class (greedy, low and high temperature): share of the outputs, and the draft model's
-    chance to be right about a token in easy and in hard outputs.
+    """Properties of the outputs of requests.
 
-    spread: standard deviation of an output's chance. deeper: factor on the chance with each draft position. repeating: share
-    of outputs that repeat earlier text; begins, continues: chances of a token to begin a repetition and to continue it;
-    repeated: chance of the draft model inside one. wrong_match: chance that n-grams match elsewhere, wrong_continues: that
-    such a match has one more token. number: outputs drawn per world; requests take any of them.
+    shares: of request classes (greedy, low and high temperature) among them; easy, hard: by class, the draft model's chance
+    to be right about a token; easy_share: of outputs; spread: standard deviation of an output's chance; deeper: factor on
+    the chance with each draft position. repeating: share of outputs that repeat earlier text; begins, continues: chances of a
+    token to begin a repetition and to continue it; repeated: chance of the draft model inside one. wrong_match: chance that
+    n-grams match elsewhere; wrong_continues: that such a match has one more token. number: outputs drawn per world; requests
+    take any of them.
     """
 
     shares: tuple[float, ...] = (0.5, 0.25, 0.25)
