@@ -19,10 +19,10 @@ class Texts(NamedTuple):
 
     shares: of request classes (greedy, low and high temperature) among them; easy, hard: by class, the draft model's chance
     to be right about a token; easy_share: of outputs; spread: standard deviation of an output's chance; deeper: factor on
-    the chance with each draft position. repeating: share of outputs that repeat earlier text; begins, continues: chances of a
-    token to begin a repetition and to continue it; repeated: chance of the draft model inside one. wrong_match: chance that
-    n-grams match elsewhere; wrong_continues: that such a match has one more token. number: outputs drawn per world; requests
-    take any of them.
+    the chance with each draft position. repeating: share of outputs that repeat earlier text; begins, continues: chances
+    of a token to begin a repetition and to continue it; repeated: chance of the draft model inside one. wrong_match:
+    chance that n-grams match elsewhere; wrong_continues: that such a match has one more token. number: outputs drawn per
+    world; requests take any of them.
     """
 
     shares: tuple[float, ...] = (0.5, 0.25, 0.25)
