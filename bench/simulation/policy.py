@@ -35,7 +35,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "residuals": {"residual": 1e-3, "least_sd": 1e-3},
     "adaptive-gain": {"first_gain": 0.2, "least_gain": 0.2},
     "change-detection": {"threshold": 1e9},
-    "isolation": {"unlike_times": 1e9, "unlike_tokens": 1e9},
+    "isolation": {"significant": 1e9},
     "untried": {"unseen": 0.0},
     "near-sizes": {"near_probe": 1.0},
     "fair-weights": {"fair_share": 1e9},
