@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 from speclen.cli.support.errors import user_errors
@@ -19,8 +18,6 @@ def controller(**settings: Any) -> None:
     """
     with user_errors((ValueError, OSError)):
         config = ControllerConfig(**settings)
-        # Its matrices are small: more threads would only wait for each other, on cores that workers need.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         from speclen.controller.service.server import serve  # here, so that --help and errors in flags are quick
         from speclen.transport.logs import set_up_logs
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from speclen.cli.learned.history import MAX_REPORTS, events
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError, user_errors
-from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, Replay
+from speclen.cli.support.errors import UserError
+from speclen.controller.analysis.replay import Event, GroupObserved, Replay
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.records import Arm
 from speclen.store.queries import contexts, decisions
@@ -22,7 +22,6 @@ from speclen.store.records import ContextRow, DecisionRow
 
 def replay(
     db: Path = DB_OPTION,
-    policy: str = typer.Option(ADAPTIVE, help="Policy of the controller that wrote the database."),
     newest: int = typer.Option(
         MAX_REPORTS, min=1, metavar="N", help="Reports to replay at most, the newest; each takes about 2 kB of memory."
     ),
@@ -39,8 +38,7 @@ def replay(
         stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
-    with user_errors():  # no such policy
-        result = replay_events(history, policy)
+    result = replay_events(history)
     agreement = compare(result, stored, known)
     if as_json:
         facts = {"num_missing_groups": missing_groups(history), "changes": changes_of(result)}

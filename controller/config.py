@@ -20,7 +20,7 @@ class ControllerConfig(ServerSecurity):
     probe_listen: str = setting(
         "", "Address where health alone answers, without TLS or token: for probes; empty for none."
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
+    policy: str = setting("adaptive", "adaptive; policies that do not learn are a worker's.")
     # What a crash costs a worker in reports that it sends again.
     commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)
     keep_reports: int = setting(5_000_000, "Raw reports kept at most.", least=1)
@@ -37,6 +37,8 @@ class ControllerConfig(ServerSecurity):
     def __post_init__(self) -> None:
         ServerSecurity.__post_init__(self)
         check_bounds(self)
+        if self.policy != "adaptive":
+            raise ValueError(f"--policy {self.policy} is a worker's: use `speclen worker --policy {self.policy}`")
         self.check_exposure("--listen", self.listen)
         if self.metrics_listen:
             self.check_exposure("--metrics-listen", self.metrics_listen, tokens=False)

@@ -20,7 +20,7 @@ __all__ = ["sqlite3"]  # imported here for all
 
 # "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
 # column, table or view needs another one.
-APPLICATION_ID = 0x73706C34
+APPLICATION_ID = 0x73706C35
 
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)

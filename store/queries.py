@@ -30,14 +30,13 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
-    states = "learned_states ORDER BY updated_at"
-    # Pairs of models commit apart, so the highest group need not be the last row's, but it is near; retention never deletes
+    # Contexts commit apart, so the highest group need not be the last row's, but it is near; retention never deletes
     # the newest report. Looking at all of them would take a second per 10 million.
     newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
     return StoredState(
         contexts=contexts(connection),
         workers=workers(connection),
-        states={(row.target, row.draft): row.state for row in _rows(connection, StateRow, states)},
+        states={row.context_id: row.state for row in _rows(connection, StateRow, "learned_states")},
         last_group_id=connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0],
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
@@ -79,10 +78,10 @@ def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRo
     return list(_rows(connection, ArmEstimateRow, source, context_id))
 
 
-def acceptance(connection: Connection, target: str, draft: str) -> list[AcceptanceRow]:
-    """Survival of a pair, in order of position."""
-    source = "acceptance WHERE target = ? AND draft = ? ORDER BY position"
-    return list(_rows(connection, AcceptanceRow, source, target, draft))
+def acceptance(connection: Connection, context_id: int) -> list[AcceptanceRow]:
+    """Survival in a context, in order of position."""
+    source = "acceptance WHERE context_id = ? ORDER BY position"
+    return list(_rows(connection, AcceptanceRow, source, context_id))
 
 
 def decisions(connection: Connection) -> list[DecisionRow]:

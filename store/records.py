@@ -111,13 +111,12 @@ class ReportRow(NamedTuple):
 
 
 class AcceptanceRow(NamedTuple):
-    """Survival of one draft position of a pair, 1 for the first draft token. Replaces the row of that position.
+    """Survival of one draft position of a context, 1 for the first draft token. Replaces the row of that position.
 
     survival: P(positions 1..position all accepted); num_trials: its evidence, after forgetting.
     """
 
-    target: str
-    draft: str
+    context_id: int
     position: int
     survival: float
     num_trials: float
@@ -147,10 +146,9 @@ class ArmEstimateRow(NamedTuple):
 
 
 class StateRow(NamedTuple):
-    """The estimator's own state of a pair and all its contexts. Replaces the row of the same pair."""
+    """The estimator's own state of a context. Replaces the row of the same context."""
 
-    target: str
-    draft: str
+    context_id: int
     state: bytes
     updated_at: float
 
@@ -250,12 +248,12 @@ class Commit:
 class StoredState:
     """Rows from which a controller goes on. Raw reports are not read.
 
-    states: by (target, draft), the newest last. last_group_id, last_profile_id: 0 when there is none.
+    states: by context_id. last_group_id, last_profile_id: 0 when there is none.
     """
 
     contexts: tuple[ContextRow, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
-    states: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    states: dict[int, bytes] = field(default_factory=dict)
     last_group_id: int = 0
     last_profile_id: int = 0
 

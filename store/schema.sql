@@ -69,14 +69,13 @@ CREATE TABLE profile_cells (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE acceptance (
-  -- Survival per draft position of a pair, from its context with the most evidence: the first guess of a new one.
-  target TEXT NOT NULL,
-  draft TEXT NOT NULL,
+  -- Survival per draft position of a context.
+  context_id INTEGER NOT NULL REFERENCES contexts,
   position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
   survival REAL NOT NULL CHECK (survival >= 0 AND survival < 1.001),  -- P(positions 1..position all accepted)
   num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e300),  -- evidence, after forgetting
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
-  PRIMARY KEY (target, draft, position)
+  PRIMARY KEY (context_id, position)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE arm_estimates (
@@ -90,8 +89,8 @@ CREATE TABLE arm_estimates (
   expected_tokens REAL NOT NULL CHECK (expected_tokens > 0.9 AND expected_tokens < 66),  -- per sequence and step, bonus included
   ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
   ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e200),
-  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples
-  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- their mean; NULL without any
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples ever
+  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- mean of the newest; NULL without any
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
@@ -104,12 +103,10 @@ CREATE TABLE arm_estimates (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE learned_states (
-  -- The estimator's state of a pair and all its contexts, as JSON. A restarted controller goes on from it.
-  target TEXT NOT NULL,
-  draft TEXT NOT NULL,
+  -- The estimator's state of a context, as JSON. A restarted controller continues from it.
+  context_id INTEGER PRIMARY KEY REFERENCES contexts,
   state BLOB NOT NULL CHECK (length(state) > 0),
-  updated_at REAL NOT NULL CHECK (updated_at >= 0),
-  PRIMARY KEY (target, draft)
+  updated_at REAL NOT NULL CHECK (updated_at >= 0)
 ) STRICT;
 
 CREATE TABLE decisions (
@@ -244,7 +241,7 @@ SELECT
   a.source,
   a.is_best,
   strftime('%Y-%m-%d %H:%M:%f', a.updated_at, 'unixepoch') AS updated_at,
-  1000 * a.observed_step_s AS observed_step_ms,  -- mean of the num_steps samples; NULL without any
+  1000 * a.observed_step_s AS observed_step_ms,  -- mean of the newest usable samples; NULL without any
   a.context_id,  -- as `speclen explain --context` takes it
   -- 1: within 5% of the arm in use, and the evidence cannot tell them apart. Every interval holds the uncertainty of the
   -- machine's speed, which all arms of a context share; the rest is that of the difference from the arm in use.

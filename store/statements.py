@@ -95,13 +95,13 @@ REPORTS = Insert("step_reports", ReportRow._fields)
 # By the field of a commit: rows of which the newest of each key counts.
 NEWEST = {
     "contexts": Insert("contexts", ContextRow._fields, ("context_id",)),
-    # Pairs commit apart: a row of an older incarnation may come after one of the present one.
+    # Contexts commit apart: a row of an older incarnation may come after one of the present one.
     "workers": Insert("workers", WorkerRow._fields, ("worker_key",), unless_older="epoch"),
     "arm_estimates": Insert(
         "arm_estimates", ArmEstimateRow._fields, ("context_id", "batch_min", "speculation_length", "ngram")
     ),
-    "acceptance": Insert("acceptance", AcceptanceRow._fields, ("target", "draft", "position")),
-    "states": Insert("learned_states", StateRow._fields, ("target", "draft")),
+    "acceptance": Insert("acceptance", AcceptanceRow._fields, ("context_id", "position")),
+    "states": Insert("learned_states", StateRow._fields, ("context_id",)),
 }
 
 # By the field of a commit: rows that add up.

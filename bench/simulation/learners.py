@@ -9,9 +9,7 @@ from math import log
 import numpy as np
 
 from speclen.controller.estimator import Estimator, EstimatorSettings
-from speclen.records import Arm, ContextKey, Limits, Probe, Profile, StepRecord, Table
-
-KEY = ContextKey("simulated target", "simulated draft", "simulated device", "float32")
+from speclen.records import Arm, Limits, Probe, Profile, StepRecord
 
 
 class EstimatorLearner:
@@ -19,31 +17,27 @@ class EstimatorLearner:
 
     def __init__(self, settings: EstimatorSettings, limits: Limits, profile: Profile | None, probe_steps: int) -> None:
         self.limits, self.probe_steps, self.num_drift_events = limits, probe_steps, 0
-        self.estimator = Estimator(settings)
-        self.estimator.add_context(KEY, limits)
+        self.estimator = Estimator(settings, limits)
         if profile is not None:
-            self.estimator.seed_profile(KEY, profile)
-        self._tables: dict[str, Table] = {}
+            self.estimator.seed(profile)
         self._arms: dict[tuple[int, str], Arm] = {}
 
     def observe(self, records: Sequence[StepRecord], worker: str) -> None:
         """Learn from a group of consecutive steps of one worker."""
-        outcome = self.estimator.observe(KEY, records, worker)
+        outcome = self.estimator.observe(records, worker)
         self.num_drift_events += len(outcome.drift_events)
         if outcome.decisions or outcome.drift_events:
-            self._tables, self._arms = {}, {}
+            self._arms = {}
 
     def arm_for(self, batch_size: int, worker: str) -> Arm:
         """The arm in use for a worker."""
         if (batch_size, worker) not in self._arms:
-            if worker not in self._tables:
-                self._tables[worker] = self.estimator.table(KEY, worker)
-            self._arms[batch_size, worker] = self._tables[worker].arm_for(batch_size)
+            self._arms[batch_size, worker] = self.estimator.arm_for(batch_size, worker)
         return self._arms[batch_size, worker]
 
     def probe_for(self, batch_size: int, worker: str) -> Probe | None:
         """The exploratory arm that the estimator emits now. batch_size: of the worker's newest report."""
-        return self.estimator.take_probe(KEY, worker, batch_size, self.limits, self.probe_steps)
+        return self.estimator.probe(worker, batch_size, self.limits, self.probe_steps)
 
 
 class Fixed:

@@ -28,18 +28,15 @@ DEFAULT = "default"
 RULES = ("plug-in", "table", "constant")
 # Settings that switch a mechanism of the estimator off.
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "probes": {"earned": 0.0, "credit": 0.0},
-    "optimism": {"optimism": 0.0},
-    "hysteresis": {"stays": 0.0},
-    "clipping": {"clip": 1e9, "clipped_loss": 1.0},
-    "residuals": {"residual": 1e-3, "least_sd": 1e-3},
-    "adaptive-gain": {"first_gain": 0.2, "least_gain": 0.2},
-    "change-detection": {"threshold": 1e9},
-    "isolation": {"significant": 1e9},
-    "untried": {"unseen": 0.0},
-    "near-sizes": {"near_probe": 1.0},
-    "fair-weights": {"fair_share": 1e9},
-    "overdispersion": {"overdispersion": 1.0, "alike": 0.0},
+    "probes": {"explored": 1e-9},
+    "optimism": {"optimism": 1e-9},
+    "hysteresis": {"hysteresis": 1e-9},
+    "clipping": {"clip": 1e9},
+    "residuals": {"residual": 1e-3},
+    "change-detection": {"change": 1e9},
+    "isolation": {"worker_difference": 1e9},
+    "near-sizes": {"near": 1.0},
+    "profile": {"profile_sd": 1e3},
 }
 WORLD_HELP = f"World, repeatable; all when absent: {', '.join(WORLDS)}."
 ABLATE_HELP = f"Mechanism to switch off, repeatable: {', '.join(ABLATIONS)}."
@@ -65,16 +62,14 @@ class Variant(NamedTuple):
 
 def changed(assignments: str) -> EstimatorSettings:
     """Settings with some values changed. assignments: NAME=VALUE, separated by commas. Raises UserError."""
-    known, values = vars(EstimatorSettings()), {}
-    for assignment in assignments.split(","):
-        name, _, value = assignment.strip().partition("=")
-        if name not in known:
-            raise UserError(f"--set: {name!r} is not a setting of the estimator: use one of {', '.join(known)}")
-        try:
-            values[name] = type(known[name])(value)
-        except ValueError as error:
-            raise UserError(f"--set {assignment}: {error}") from error
-    return EstimatorSettings(**values)
+    values = dict(assignment.strip().partition("=")[::2] for assignment in assignments.split(","))
+    if unknown := values.keys() - EstimatorSettings.model_fields.keys():
+        known = ", ".join(EstimatorSettings.model_fields)
+        raise UserError(f"--set: {min(unknown)!r} is not a setting of the estimator: use one of {known}")
+    try:
+        return EstimatorSettings.model_validate(values)
+    except ValueError as error:
+        raise UserError(f"--set {assignments}: {error}") from error
 
 
 def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None) -> list[Run]:

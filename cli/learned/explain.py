@@ -36,7 +36,7 @@ def explain(
         if batch > row.max_batch_size:
             raise UserError(f"batch size {batch} is beyond this context's workers: use 1 to {row.max_batch_size}")
         estimates = estimates_of(connection, row.context_id)
-        survival = tuple(each.survival for each in acceptance(connection, row.target, row.draft))
+        survival = tuple(each.survival for each in acceptance(connection, row.context_id))
         change = last_change(connection, row.context_id, batch)
         learned = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
     arms = {each["arm"]: each for each in learned if each["batch_min"] <= batch <= each["batch_max"]}

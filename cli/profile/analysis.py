@@ -62,14 +62,12 @@ def analyse(document: ProfileDocument) -> list[BatchAnalysis]:
 
 def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
     """The choice of a fresh estimator, seeded with this profile alone, at every profiled batch size."""
-    profile, key = document.profile, document.context
+    profile = document.profile
     sizes = {cell.batch_size for cell in profile.cells}
     longest = max(cell.speculation_length for cell in profile.cells)
-    estimator = Estimator()
-    estimator.add_context(key, Limits(max(sizes), max(longest, len(profile.survival))))
-    estimator.seed_profile(key, profile)
-    table = estimator.table(key)
-    return {size: table.arm_for(size).speculation_length for size in sizes}
+    estimator = Estimator(limits=Limits(max(sizes), max(longest, len(profile.survival))))
+    estimator.seed(profile)
+    return {size: estimator.arm_for(size).speculation_length for size in sizes}
 
 
 def analysis_json(document: ProfileDocument, batches: list[BatchAnalysis]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _about_runner_up(explanation: Explanation) -> list[str]:
     if percent < 0.0:
         return [
             f"'{rival.arm}' needs {rival.ms_per_token:.4g} ms per token, {-percent:.1f}% less, but is not used: "
-            "the gain is under 0.5%, this size has few samples, or its prefill costs more."
+            "the gain is under 0.2%, this size has few samples, or its prefill costs more."
         ]
     overlap = rival.ms_per_token_low < chosen.ms_per_token_high
     sure = "their intervals overlap, so this may still change" if overlap else "their intervals do not overlap"

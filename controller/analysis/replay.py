@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.records import ContextKey, Decision, DriftEvent, Limits, Profile, StepRecord
-
-ADAPTIVE = "adaptive"
 
 
 class ContextAdded(NamedTuple):
@@ -43,18 +41,18 @@ Event = ContextAdded | ProfileImported | GroupObserved
 
 @dataclass(slots=True)
 class Replay:
-    """The estimator after the events. decisions: each with the last group that was learned from before it (0: none)."""
+    """The estimators after the events. decisions: each with the last group that was learned from before it (0: none)."""
 
-    estimator: Estimator
+    estimator: Contexts
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
     drift_events: list[DriftEvent] = field(default_factory=list)
     num_groups: int = 0
     num_reports: int = 0
 
 
-def replay(events: Iterable[Event], policy: str = ADAPTIVE) -> Replay:
+def replay(events: Iterable[Event]) -> Replay:
     """Give the events to a fresh estimator. Raises KeyError if a context reports before it was added."""
-    result = Replay(Estimator(policy=policy))
+    result = Replay(Contexts())
     last_group_id = 0
     for event in events:
         match event:

@@ -1,23 +1,37 @@
-"""Learns from reported steps and selects arms: the calls of this package. No I/O, no clock.
+"""Learns from reported steps of one context and selects arms: hardware, engine and a pair of models. No I/O, no clock.
 
 The same calls in the same order give the same decisions, bit for bit, also with `save` and `restore` in between.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from speclen.controller.estimator import settings as current_settings
-from speclen.controller.estimator.choice import ADAPTIVE, check_policy, lengths_of
-from speclen.controller.estimator.context import POOL, Context
-from speclen.controller.estimator.seeding import check_profile
-from speclen.controller.estimator.settings import DEFAULT, EstimatorSettings
-from speclen.controller.estimator.shown import ms_per_token, rows_of
+from speclen.controller.estimator.choice import Estimates, Load, Selection
+from speclen.controller.estimator.grid import Array, Cells, Grid, features_of, shares
+from speclen.controller.estimator.settings import EstimatorSettings
+from speclen.controller.estimator.step_time import (
+    CHUNK,
+    COLD,
+    Believed,
+    Evidence,
+    Prior,
+    Solution,
+    believed_of,
+    prior_of,
+    solve,
+)
+from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
+from speclen.controller.estimator.workers import Worker, Workers
 from speclen.records import (
+    NUM_CLASSES,
+    Arm,
     ArmEstimate,
     Choice,
     ContextKey,
@@ -26,11 +40,23 @@ from speclen.records import (
     Limits,
     Probe,
     Profile,
+    RequestClass,
+    StepFlag,
     StepRecord,
     Table,
+    num_tokens_of,
 )
 
-PairKey = tuple[str, str]
+POOL = ""  # name of the group of workers that share their evidence
+CAUSED = {
+    StepFlag.CATCH_UP,
+    StepFlag.CHANGED_ARM,
+}  # flags that a probe can cause; other slow steps are not charged to it
+TRAFFIC_MEMORY = 1000.0  # steps over which class mix, context, prefill and waiting are averaged
+MOST_SAVED = 12.0  # steps' worth of exploration that can be saved, or owed
+FORM = 2  # of what `save` returns
+Z_95 = 1.96
+LOCAL = ContextKey("target", "draft", "device", "dtype")
 
 
 class Outcome(NamedTuple):
@@ -40,195 +66,581 @@ class Outcome(NamedTuple):
     drift_events: list[DriftEvent]
 
 
-STATE = TypeAdapter(list[Context])
+@dataclass(eq=False)
+class Group:
+    """Workers that share a table: all but isolated ones, each of which has its own.
+
+    solution, ratios, load, profile_share: of the last solution, None before it. num_learned: reports.
+    """
+
+    selection: Selection
+    solution: Solution = COLD
+    ratios: Ratios | None = None
+    load: Load | None = None
+    profile_share: float = 0.0
+    num_learned: int = 0
+
+
+@dataclass(eq=False)
+class Traffic:
+    """Fading sums over the steps of all workers. class_tokens: generated, [ranges, classes]; held: tokens held per
+    sequence, and steps, [ranges, 2]; seen: usable samples, not fading, [ranges]; rates: draft-model prefill seconds and
+    new sequences."""
+
+    class_tokens: Array
+    held: Array
+    seen: Array
+    rates: Array
+
+    @classmethod
+    def none(cls, num_ranges: int) -> Traffic:
+        """Before any step."""
+        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2)), np.zeros(num_ranges), np.zeros(2))
+
+    def widened(self, num_ranges: int) -> Traffic:
+        """The same with room for larger batch sizes."""
+        new = Traffic.none(num_ranges)
+        for name in ("class_tokens", "held", "seen"):
+            getattr(new, name)[: len(self.seen)] = getattr(self, name)
+        new.rates += self.rates
+        return new
+
+    def count(self, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
+        """Count steps. ranges: of each."""
+        fade = float(np.exp(-len(records) / TRAFFIC_MEMORY))
+        for values in (self.class_tokens, self.held, self.rates):
+            values *= fade
+        tokens: dict[tuple[int, int], int] = defaultdict(int)
+        held: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        prefill_s, started = 0.0, 0
+        for at, record in zip(ranges, records, strict=True):
+            for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
+                tokens[at, kind] += num_tokens_of(histogram)
+            sums = held[at]
+            sums[0] += record.mean_context_length
+            sums[1] += 1.0
+            sums[2] += not record.flags
+            prefill_s += record.draft_prefill_s
+            started += record.num_new_sequences
+        for place, number in tokens.items():
+            self.class_tokens[place] += number
+        for at, sums in held.items():
+            self.held[at] += sums[:2]
+            self.seen[at] += sums[2]
+        self.rates += prefill_s, started
+
+    def load(self, prior_tokens: float, level: float) -> Load:
+        """The averages, each range's shrunk towards those of all."""
+        total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
+        mixed = self.class_tokens + prior_tokens * total / total.sum()
+        held, steps = self.held.T
+        context = (held + held.sum() / max(float(steps.sum()), 1.0)) / (steps + 1.0)
+        prefill_s, waiting = (self.rates / max(float(self.class_tokens.sum()), 1.0)).tolist()
+        return Load(mixed / mixed.sum(axis=1, keepdims=True), context, prefill_s, waiting, level)
+
+
+@dataclass(eq=False)
+class State:
+    """Everything that was learned. profiled: range of batch sizes of a profile."""
+
+    form: int
+    settings: EstimatorSettings
+    limits: Limits
+    cells: Cells
+    traffic: Traffic
+    workers: Workers
+    groups: dict[str, Group]
+    prior: Prior | None = None
+    survival: tuple[float, ...] = ()
+    survival_trials: float = 0.0
+    profiled: tuple[int, int] = (0, 0)
+    num_reports: int = 0
+    num_probes: int = 0
+
+
+STATE = TypeAdapter(State)
 
 
 class Estimator:
-    """Contexts by key. policy: "adaptive", or one that does not learn, see `choice`. One thread calls it."""
+    """Ask it for arms and probes, and tell it the steps that were run. One thread calls it.
 
-    def __init__(self, settings: EstimatorSettings = DEFAULT, policy: str = ADAPTIVE) -> None:
-        """Raises ValueError for an unknown policy."""
-        current_settings.current = settings
-        self.settings = settings
-        self.policy = check_policy(policy)
-        self._contexts: dict[ContextKey, Context] = {}
-        self._pairs: dict[PairKey, list[Context]] = {}
-        self._profiles: dict[ContextKey, Profile] = {}
+    limits: of the workers; key: stands in decisions.
+    """
 
-    @property
-    def contexts(self) -> tuple[ContextKey, ...]:
-        """Keys of all contexts, oldest first."""
-        return tuple(self._contexts)
+    def __init__(
+        self,
+        settings: EstimatorSettings | None = None,
+        limits: Limits = Limits(),  # noqa: B008
+        key: ContextKey = LOCAL,
+    ) -> None:
+        self.key = key
+        settings = settings or EstimatorSettings()
+        grid = Grid(limits, settings.range_width)
+        shared = _new_worker(limits, settings)
+        groups = {POOL: Group(Selection.cold(grid, settings))}
+        traffic = Traffic.none(len(grid.low))
+        self._begin(State(FORM, settings, limits, Cells(), traffic, Workers(shared), groups))
 
-    @property
-    def pairs(self) -> tuple[PairKey, ...]:
-        """Target and draft of all pairs."""
-        return tuple(self._pairs)
+    def _begin(self, state: State) -> None:
+        self._state, self.settings = state, state.settings
+        self._grid = Grid(state.limits, state.settings.range_width)
+        self._around = self._grid.around(state.settings.near)
+        self._believed: dict[str, tuple[int, Believed]] = {}
+        self._profiled: np.ndarray = np.zeros((len(self._grid.low), self._grid.num_arms))
+        if state.prior is not None:
+            numbers = np.arange(self._profiled.size)
+            self._profiled = state.prior.residual_of(numbers, self._grid).reshape(self._profiled.shape)
+        self._estimates = {
+            name: self._estimates_of(group) for name, group in state.groups.items() if group.ratios is not None
+        }
 
-    def knows(self, key: ContextKey) -> bool:
-        """True if the context was added."""
-        return key in self._contexts
+    # Tell.
 
-    def limits(self, key: ContextKey) -> Limits:
-        """Largest limits of a context's workers. KeyError if it is unknown."""
-        return self._contexts[key].limits
-
-    def add_context(self, key: ContextKey, limits: Limits) -> list[Decision]:
-        """Make a context known, or widen it; returns the choices that this brought."""
-        context = self._contexts.get(key)
-        if context is None:
-            context = self._contexts[key] = Context.new(key, limits)
-            pair = self._pairs.setdefault(key.pair, [])
-            if pair:  # its first guess of acceptance
-                context.survival_prior = tuple(chance for chance, _ in self.survival(key.pair))
-            pair.append(context)
-            return self._decide_all(context, "the context was added")
-        wider = context.limits.widened(limits)
-        if wider == context.limits:
-            return []
-        context.widen(wider)
-        return self._decide_all(context, "the context was widened")
-
-    def seed_profile(self, key: ContextKey, profile: Profile) -> list[Decision]:
-        """Take an offline profile as evidence of limited weight. KeyError; ValueError for cells beyond the limits."""
-        context = self._contexts[key]
-        check_profile(profile, context.limits)
-        self._profiles[key] = profile
-        context.seed(profile)
-        return self._decide_all(context, f"a profile was imported ({profile.source or 'unnamed'})")
-
-    def observe(self, key: ContextKey, records: Sequence[StepRecord], worker_id: str = "") -> Outcome:
-        """Learn from consecutive steps of one worker, already validated. KeyError for an unknown context."""
-        context = self._contexts[key]
+    def observe(self, records: Sequence[StepRecord], worker: str = "") -> Outcome:
+        """Learn from consecutive steps of one worker; returns what changed."""
         if not records:
             return Outcome([], [])
-        before = context.arms_in_use()
-        changed, events = context.observe(records, worker_id)
-        if self.policy != ADAPTIVE:
-            return Outcome([], events)
-        decisions = self._decisions(context, before, self._reason(events)) if changed or events else []
+        state, s = self._state, self.settings
+        new = _new_worker(state.limits, s)
+        who = state.workers.find(worker, state.num_reports, state.groups, new)
+        for name in [name for name in state.groups if name != POOL and name not in state.workers.tracked]:
+            del state.groups[name]
+        name = self._group_name(worker)
+        if POOL not in self._estimates or name not in self._estimates:
+            self._solve(name)
+        state.num_reports += len(records)
+        who.num_reports += len(records)
+        who.last_seen, who.batch_size = state.num_reports, records[-1].batch_size
+        # Many reports at once cost little more than few; at first every one counts.
+        who.waiting += records
+        group = state.groups[name]
+        if group.num_learned >= 8 * s.solve_reports and len(who.waiting) < s.solve_reports:
+            return Outcome([], [])
+        records, who.waiting = who.waiting, []
+        ranges = self._grid.range_of[[record.batch_size for record in records]].tolist()
+        state.traffic.count(records, ranges)
+        tokens = who if worker in state.workers.tracked else state.workers.shared
+        tokens.tokens.add(records, self._estimates[name].ratios, s)
+        self._earn(name, who, records, ranges)
+        usable = [(at, record) for at, record in zip(ranges, records, strict=True) if not record.flags]
+        for first in range(0, len(usable), CHUNK):
+            self._learn_times(name, who, usable[first : first + CHUNK])
+        events: list[DriftEvent] = []
+        if worker in state.workers.tracked and who.is_due:
+            events = self._compare(who)
+            name = self._group_name(worker)
+        state.groups[name].num_learned += len(records)
+        return self._choose(name, events, "more tokens per second are expected")
+
+    def _learn_times(self, name: str, worker: Worker, usable: Sequence[tuple[int, StepRecord]]) -> None:
+        state, grid = self._state, self._grid
+        columns, numbers, seconds = [], [], []
+        for at, record in usable:
+            length, ngram = record.arm
+            drafted = record.num_drafted_sequences
+            # Where all sequences had an n-gram match, the step took the time of n-grams alone.
+            place = grid.num_lengths if ngram and not drafted else ngram * grid.num_lengths + length
+            numbers.append(at * grid.num_arms + place)
+            passes = length if drafted else 0
+            columns.append((record.batch_size, passes, drafted, record.num_verified_tokens, record.mean_context_length))
+            seconds.append(record.latency_s)
+        features = features_of(np.array(columns, dtype=float).T)
+        places = np.array(state.cells.places(numbers, features))
+        # Steps of a cell differ in context and n-gram tokens: each is put down to the features of the cell's first step.
+        weights = np.exp(self._estimates[name].solution.phi)
+        log_s = np.log(np.array(seconds) * (state.cells.features[places] @ weights) / (features @ weights))
+        state.workers.add_times(worker, places, log_s, self._beliefs(name), self.settings)
+
+    def _beliefs(self, name: str) -> Believed:
+        """Believed step times of every cell with evidence."""
+        cells, (count, known) = self._state.cells, self._believed.get(name, (-1, None))
+        if known is None or count != len(cells.numbers):
+            profiled, prior = self._profiled.reshape(-1)[cells.numbers], self._state.prior
+            weighted = profiled * self._state.groups[name].profile_share
+            known = believed_of(cells.features, self._estimates[name].solution, self.settings.residual, weighted)
+            if prior is not None:
+                known.profiled = shares(cells.features, prior.phi)[0] + profiled
+            self._believed[name] = len(cells.numbers), known
+        return known
+
+    def _earn(self, name: str, worker: Worker, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
+        """Add to the exploration budget, and charge what steps of probes took beyond their arm's expected time."""
+        worker.spare = min(worker.spare + self.settings.explored * len(records), MOST_SAVED)
+        for at, record in zip(ranges, records, strict=True):
+            if record.probe_id and record.flags and record.flags <= CAUSED:
+                estimates, level = self._estimates[name], self._levels(name)[at]
+                expected_s = estimates.step_s(at, self._grid.place(record.arm), level)
+                worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
+
+    def seed(self, profile: Profile) -> list[Decision]:
+        """Take an offline profile as a prior, as far as nothing was learned. ValueError for cells beyond the limits."""
+        state = self._state
+        for cell in profile.cells:
+            for what, value, most in (
+                ("batch_size", cell.batch_size, state.limits.max_batch_size),
+                ("speculation_length", cell.speculation_length, state.limits.max_speculation_length),
+            ):
+                if value > most:
+                    raise ValueError(f"{what} {value} of the profile is beyond the context's limit of {most}")
+        if not state.num_reports:
+            if profile.survival:
+                self.guess(profile.survival, 4.0 * self.settings.prior_trials)
+            if len(profile.cells) > 1:
+                sizes = [cell.batch_size for cell in profile.cells]
+                state.prior, state.profiled = prior_of(profile, self.settings), (min(sizes), max(sizes))
+            self._begin(state)
+        return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
+
+    def guess(self, survival: Sequence[float], trials: float = 0.0) -> None:
+        """Take a first guess of acceptance. survival: as of a `Profile`; trials: that it counts for, 0 for usual."""
+        self._state.survival, self._state.survival_trials = tuple(survival), trials
+
+    def widen(self, limits: Limits) -> list[Decision]:
+        """Continue with larger limits, keeping what was learned."""
+        state, old = self._state, self._grid
+        wider = state.limits.widened(limits)
+        if wider == state.limits:
+            return []
+        grid = Grid(wider, self.settings.range_width)
+        for worker in state.workers.everyone:
+            tokens = TokenEvidence.none(wider.max_speculation_length)
+            tokens.absorb(worker.tokens)
+            worker.tokens = tokens
+        for group in state.groups.values():
+            group.selection, group.ratios = group.selection.widened(old, grid), None
+        state.limits, state.cells = wider, state.cells.renumbered(old, grid)
+        state.traffic = state.traffic.widened(len(grid.low))
+        self._begin(state)
+        outcomes = [self._choose(name, [], "the context was widened") for name in state.groups]
+        return [decision for outcome in outcomes for decision in outcome.decisions]
+
+    # Workers that differ.
+
+    def _group_name(self, worker: str) -> str:
+        return worker if worker in self._state.groups else POOL
+
+    def is_isolated(self, worker: str) -> bool:
+        """True if a worker differs from the others and has a table of its own."""
+        return self._group_name(worker) != POOL
+
+    @property
+    def num_isolated(self) -> int:
+        """Workers that have tables of their own."""
+        return len(self._state.groups) - 1
+
+    def _compare(self, worker: Worker) -> list[DriftEvent]:
+        """Compare a worker with the others; isolate those that differ, or let them join again."""
+        state, most = self._state, self.settings.worker_difference
+        tracked = state.workers.tracked
+        if len(tracked) < 2:
+            return []
+        worker.note(state.cells.features, self._unseen(), self.settings)
+        events = []
+        for name, other in tracked.items():
+            before = other.apart
+            if other.compared_at:
+                other.apart = other.differs(list(tracked.values()), most)
+            if any(before) != any(other.apart):
+                events.append(self._regroup(name, other))
+        return events
+
+    def _regroup(self, name: str, worker: Worker) -> DriftEvent:
+        groups = self._state.groups
+        pool = groups[POOL].selection
+        if any(worker.apart):
+            groups[name] = Group(Selection(pool.arms.copy(), pool.version + 1))
+            parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
+            what = " and ".join(part for part, apart in parts if apart)
+            sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
+        else:
+            pool.version = max(pool.version, groups.pop(name).selection.version) + 1
+            self._estimates.pop(name, None)
+            sentence = f"{name} agrees with the other workers again"
+        return DriftEvent(self.key, "worker", 1.0, sentence)
+
+    # Estimates.
+
+    def _choose(self, name: str, events: list[DriftEvent], reason: str) -> Outcome:
+        """Solve again and select. After an event of workers, for all groups."""
+        state, decisions = self._state, []
+        names = list(state.groups) if events else [name]
+        for each in names:
+            is_new = each not in self._estimates
+            before = state.groups[each].selection.arms
+            events = events + self._solve(each)
+            known = self._known()
+            changed = state.groups[each].selection.choose(self._estimates[each], known, self.settings)
+            why = events[0].detail if events else reason
+            everything = is_new and each != POOL
+            ranges, old = (range(len(before)), None) if everything else (changed, before)
+            decisions += self._decisions(each, ranges, old, why)
         return Outcome(decisions, events)
 
-    @staticmethod
-    def _reason(events: Sequence[DriftEvent]) -> str:
-        return events[0].detail if events else "more tokens per second are expected"
+    def _known(self) -> np.ndarray:
+        """True for the ranges that a profile has, or with enough usable samples nearby, [ranges]."""
+        state, grid = self._state, self._grid
+        total = np.concatenate([[0.0], np.cumsum(state.traffic.seen)])
+        low, high = self._around
+        known: np.ndarray = total[high] - total[low] >= self.settings.known_samples
+        return known | ((grid.high >= state.profiled[0]) & (grid.low <= state.profiled[1]))
 
-    def _decide_all(self, context: Context, reason: str) -> list[Decision]:
-        before = context.arms_in_use() if context.has_decided else {}
-        if self.policy != ADAPTIVE:
-            profile = self._profiles.get(context.key)
-            lengths = lengths_of(self.policy, context.grid.sizes, context.limits.max_speculation_length, profile)
-            context.groups[POOL].selection.freeze(lengths)
-        for name in context.groups:
-            context.solve(name)
-        context.has_decided = True
-        return self._decisions(context, before, reason)
+    def _solve(self, name: str) -> list[DriftEvent]:
+        """Estimate again for a group; returns changes of the text."""
+        state, s = self._state, self.settings
+        group, before = state.groups[name], state.cells
+        state.cells = state.workers.trim(before, s.max_cells)
+        if state.cells is not before:  # places changed: no other group may keep a solution of the old ones
+            for each in state.groups.values():
+                each.solution = Solution(each.solution.phi, each.solution.precision, np.zeros(0), np.zeros((0, 0)))
+            self._estimates = {each: self._estimates_of(state.groups[each]) for each in self._estimates if each != name}
+            self._believed.clear()
+        times = [worker.times for worker in self._of(name, 0) if len(worker.times.cells)]
+        if times and float(np.mean([each.surprise for each in times])) > s.surprise:  # a part of the step has changed
+            for each in times:
+                each.fade(0.1)
+                each.surprise = 1.0
+        prior, group.profile_share = self._profile_weight(name)
+        information, moment = self._evidence(name)
+        profiled = group.profile_share * self._profiled.reshape(-1)[state.cells.numbers]
+        for _ in range(3):
+            last = group.solution
+            group.solution = solve(information, moment, state.cells.features, last, prior, profiled, s.residual)
+            if np.abs(group.solution.phi - last.phi).max() < 0.1:
+                break
+        workers = self._of(name, 1)
+        total = TokenEvidence.sum_of([worker.tokens for worker in workers])
+        events = []
+        for kind, statistic in total.changes(s):
+            for tokens in (total, *(worker.tokens for worker in workers)):
+                tokens.forget(kind)
+            text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
+            events.append(DriftEvent(self.key, "acceptance", statistic, text))
+        group.ratios = ratios_of(total, self._unseen(), state.survival_trials or s.prior_trials, s)
+        group.load = state.traffic.load(s.prior_tokens, self._level(name))
+        self._believed.pop(name, None)
+        self._estimates[name] = self._estimates_of(group)
+        return events
 
-    def _decisions(self, context: Context, before: dict[str, np.ndarray], reason: str) -> list[Decision]:
-        """One for every range of batch sizes whose arm changed, by group."""
+    def _estimates_of(self, group: Group) -> Estimates:
+        assert group.ratios is not None
+        assert group.load is not None
+        expected = group.profile_share * self._profiled
+        return Estimates(self._grid, self._state.cells, group.solution, group.ratios, group.load, expected)
+
+    def _of(self, name: str, part: int) -> list[Worker]:
+        """Workers whose evidence a group uses: of step times (0) or of tokens (1)."""
+        workers = self._state.workers
+        isolated = name != POOL and workers.tracked[name].apart[part]
+        return [workers.tracked[name]] if isolated else workers.agreeing(part)
+
+    def _evidence(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        count = len(self._state.cells.numbers)
+        information, moment = np.zeros((count, count)), np.zeros(count)
+        for worker in self._of(name, 0):
+            known = len(worker.times.moment)
+            information[:known, :known] += worker.times.information
+            moment[:known] += worker.times.moment
+        return information, moment
+
+    def _profile_weight(self, name: str) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
+        """Weighted precision of a profile and its phi, and the share of its residuals that counts."""
+        prior = self._state.prior
+        if prior is None:
+            return None, 0.0
+        weight = prior.weight(sum((worker.times.fit for worker in self._of(name, 0)), np.zeros(2)))
+        return (weight * prior.precision, prior.phi), min(weight, 1.0)
+
+    def _level(self, name: str) -> float:
+        """Mean log seconds without theta of a group's workers."""
+        levels = [worker.times.level for worker in self._of(name, 0) if len(worker.times.cells)]
+        prior = self._state.prior
+        return float(np.mean(levels)) if levels else prior.level if prior else 0.0
+
+    def _levels(self, name: str) -> np.ndarray:
+        """Log seconds by range without theta: what its own samples took, or its neighbours', [ranges].
+
+        Contrasts tell one size from another only where the load changes: choices need no more, figures of a size do.
+        """
+        grid, cells, estimates = self._grid, self._state.cells, self._estimates[name]
+        count, seconds = np.zeros((2, len(grid.low)))
+        theta = np.exp(self._beliefs(name).theta) if len(cells.numbers) else np.zeros(0)
+        for worker in self._of(name, 0):
+            known = len(worker.times.count)
+            ranges = cells.numbers[:known] // grid.num_arms
+            count += np.bincount(ranges, worker.times.count * theta[:known], len(count))
+            seconds += np.bincount(ranges, worker.times.sum_s, len(count))
+        known = count > 1e-3 * np.exp(estimates.log_time.min(axis=1))
+        around, log_sizes = np.full(len(count), self._level(name)), np.log(grid.sizes)
+        if known.any():
+            around = np.interp(log_sizes, log_sizes[known], np.log(seconds[known] / count[known]))
+        return around
+
+    def _unseen(self) -> np.ndarray:
+        return unseen_acceptance(
+            self._state.limits.max_speculation_length, self._state.survival, self.settings.first_accepted
+        )
+
+    # Ask.
+
+    @property
+    def limits(self) -> Limits:
+        """Largest limits of the workers."""
+        return self._state.limits
+
+    def arm_for(self, batch_size: int, worker: str = "") -> Arm:
+        """The arm in use for a batch size; larger sizes than the limit use the last."""
+        at = self._grid.range_of[min(batch_size, self.limits.max_batch_size)]
+        return self._grid.arms[self._state.groups[self._group_name(worker)].selection.arms[at]]
+
+    def table(self, worker: str = "") -> Table:
+        """The arm in use at every batch size for a worker, without exploration."""
+        name, grid = self._group_name(worker), self._grid
+        selection, levels = self._state.groups[name].selection, self._level_list(name)
+        choices = [
+            Choice(low, high, grid.arms[place], self._ms_per_token(name, at, place, levels))
+            for at, (low, high, place) in enumerate(
+                zip(grid.low.tolist(), grid.high.tolist(), selection.arms.tolist(), strict=True)
+            )
+        ]
+        return Table(selection.version, tuple(choices))
+
+    def probe(
+        self, worker: str = "", batch_size: int | None = None, limits: Limits | None = None, num_steps: int = 3
+    ) -> Probe | None:
+        """An exploratory arm for the next few steps of a worker, charged at once; mostly None.
+
+        batch_size: of the worker's newest step when absent; limits: of the worker, None for all.
+        """
+        state, grid, s = self._state, self._grid, self.settings
+        name = self._group_name(worker)
+        who = state.workers.tracked.get(worker) or state.workers.untracked.get(worker)
+        if who is None or name not in self._estimates or who.spare < num_steps * s.least_cost:
+            return None
+        batch_size = batch_size or who.batch_size
+        at = int(grid.range_of[min(batch_size, state.limits.max_batch_size)])
+        allowed = grid.allowed & grid.within(limits or state.limits)
+        found = state.groups[name].selection.probe(at, self._estimates[name], allowed, s)
+        if found is None or num_steps * found[1] > who.spare:
+            return None
+        place, cost = found
+        who.spare -= num_steps * cost
+        state.num_probes += 1
+        low, high = int(np.ceil(batch_size / s.near)), min(int(batch_size * s.near), state.limits.max_batch_size)
+        return Probe(state.num_probes, low, high, grid.arms[place], num_steps)
+
+    def rows(self) -> list[ArmEstimate]:
+        """The learned table: one row per batch range and arm."""
+        state, grid = self._state, self._grid
+        if POOL not in self._estimates or not (state.num_reports or state.prior):
+            return []
+        estimates, selection, levels = self._estimates[POOL], state.groups[POOL].selection, self._levels(POOL)
+        noise = float(np.mean([worker.times.noise for worker in state.workers.agreeing(0)]))
+        level_variance = noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)
+        (count, seconds, seen), rows = self._samples(), []
+        for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
+            variance = estimates.variance(at, int(selection.arms[at]), self.settings) + level_variance
+            profiled = state.profiled[0] <= high and low <= state.profiled[1]
+            for place in np.flatnonzero(grid.allowed).tolist():
+                cell, arm = (at, place), grid.arms[place]
+                step_s, tokens = estimates.step_s(at, place, levels[at]), float(np.exp(estimates.log_tokens[cell]))
+                ms, factor = 1000.0 * step_s / tokens, float(np.exp(min(Z_95 * np.sqrt(variance[place]), 5.0)))
+                has, told = bool(seen[cell]), profiled and not arm.ngram
+                rows.append(
+                    ArmEstimate(
+                        *(low, high, arm, tokens, step_s, ms, ms / factor, ms * factor, round(float(seen[cell]))),
+                        observed_step_s=float(seconds[cell] / count[cell]) if count[cell] > 1e-6 else None,
+                        source=("both" if told else "online") if has else ("profile" if told else "prior"),
+                        is_best=int(selection.arms[at]) == place,
+                    )
+                )
+        return rows
+
+    def _samples(self) -> np.ndarray:
+        """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
+        values = np.zeros((3, self._profiled.size))
+        for worker in self._of(POOL, 0):
+            numbers = self._state.cells.numbers[: len(worker.times.count)]
+            values[:, numbers] += worker.times.count, worker.times.sum_s, worker.times.seen
+        return values.reshape(3, *self._profiled.shape)
+
+    def survival(self) -> list[tuple[float, float]]:
+        """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
+        if POOL not in self._estimates:
+            self._solve(POOL)
+        estimates = self._estimates[POOL]
+        survival = np.cumprod(estimates.load.mix.mean(axis=0) @ estimates.ratios.accepted)
+        return list(zip(survival.tolist(), estimates.ratios.trials.tolist(), strict=True))
+
+    def _level_list(self, name: str) -> np.ndarray | None:
+        is_known = name in self._estimates and (self._state.num_reports or self._state.prior)
+        return self._levels(name) if is_known else None
+
+    def _ms_per_token(self, name: str, at: int, place: int, levels: np.ndarray | None) -> float | None:
+        if levels is None:
+            return None
+        estimates = self._estimates[name]
+        return 1000.0 * estimates.step_s(at, place, levels[at]) / float(np.exp(estimates.log_tokens[at, place]))
+
+    def decisions(self, reason: str) -> list[Decision]:
+        """The first choices, of every range."""
+        if POOL not in self._estimates:
+            self._choose(POOL, [], reason)
+        return self._decisions(POOL, range(len(self._grid.low)), None, reason)
+
+    def _decisions(self, name: str, ranges: Sequence[int], before: np.ndarray | None, reason: str) -> list[Decision]:
+        if not len(ranges):
+            return []
+        grid, levels, selection = self._grid, self._level_list(name), self._state.groups[name].selection
         found = []
-        for name, after in context.arms_in_use().items():
-            known = before.get(name)
-            changed = np.arange(len(after)) if known is None else np.flatnonzero(after != known)
-            version = context.groups[name].selection.version
-            for at in changed.tolist():
-                previous = None if known is None else context.grid.arm(int(known[at]))
-                arm = context.grid.arm(int(after[at]))
-                before_ms = None if previous is None else ms_per_token(context, name, at, previous)
-                ms = ms_per_token(context, name, at, arm)
-                low, high = int(context.grid.low[at]), int(context.grid.high[at])
-                isolated = name != POOL
-                found.append(Decision(context.key, low, high, version, previous, arm, before_ms, ms, reason, isolated))
+        for at in ranges:
+            old, new = None if before is None else int(before[at]), int(selection.arms[at])
+            old_ms = None if old is None else self._ms_per_token(name, at, old, levels)
+            arms = None if old is None else grid.arms[old], grid.arms[new]
+            figures = old_ms, self._ms_per_token(name, at, new, levels)
+            bounds = int(grid.low[at]), int(grid.high[at])
+            found.append(Decision(self.key, *bounds, selection.version, *arms, *figures, reason, name != POOL))
         return found
 
-    def start_anew(self, key: ContextKey, reason: str) -> Outcome:
-        """Forget what is believed of a context. KeyError if it is unknown."""
-        old = self._contexts[key]
-        new = self._contexts[key] = Context.new(key, old.limits)
-        new.groups[POOL].selection.version = old.groups[POOL].selection.version + 1
-        new.num_probes = old.num_probes
-        new.survival_prior = old.survival_prior
-        pair = self._pairs[key.pair]
-        pair[pair.index(old)] = new
-        event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
-        return Outcome(self._decide_all(new, "the context started anew"), [event])
+    # Keep.
 
-    def table(self, key: ContextKey, worker_id: str = "") -> Table:
-        """The arm in use at every batch size for a worker. No exploration in it."""
-        context = self._contexts[key]
-        name = context.group_name(worker_id)
-        group, grid = context.groups[name], context.grid
-        ranges = zip(grid.low.tolist(), grid.high.tolist(), map(grid.arm, group.selection.arms.tolist()), strict=True)
-        choices = tuple(Choice(*each, ms_per_token(context, name, at, each[2])) for at, each in enumerate(ranges))
-        return Table(group.selection.version, choices)
+    def reset(self) -> Estimator:
+        """A new estimator of the same context that has learned nothing. Versions and probes continue their numbers."""
+        state = self._state
+        new = Estimator(self.settings, state.limits, self.key)
+        new.guess(state.survival, state.survival_trials)
+        new._state.groups[POOL].selection.version = state.groups[POOL].selection.version + 1
+        new._state.num_probes = state.num_probes
+        return new
 
-    def take_probe(
-        self,
-        key: ContextKey,
-        worker_id: str = "",
-        batch_size: int | None = None,
-        limits: Limits | None = None,
-        num_steps: int = 3,
-    ) -> Probe | None:
-        """Hand out at most one exploratory arm for a few steps of one worker, charged at once; mostly None.
+    def save(self) -> bytes:
+        """Everything that was learned, as JSON."""
+        return STATE.dump_json(self._state)
 
-        batch_size: of the worker's newest report; limits: of the worker, None for the context's.
-        """
-        context = self._contexts[key]
-        if self.policy != ADAPTIVE or not batch_size:
-            return None
-        found = context.take_probe(batch_size, limits or context.limits, num_steps, worker_id)
-        return None if found is None else Probe(*found, num_steps)
-
-    def rows(self, key: ContextKey) -> list[ArmEstimate]:
-        """The learned table: one row per range of batch sizes and arm."""
-        return rows_of(self._contexts[key])
-
-    def survival(self, pair: PairKey) -> list[tuple[float, float]]:
-        """P(the first i draft tokens are all accepted), and the evidence for it, by position, where it is known best."""
-        return max(self._pairs[pair], key=lambda context: context.num_tokens).survival()
-
-    def is_isolated(self, key: ContextKey, worker_id: str) -> bool:
-        """True if a worker differs from the others and has a table of its own."""
-        return self._contexts[key].group_name(worker_id) != POOL
-
-    def num_isolated(self, key: ContextKey) -> int:
-        """Workers of a context that have tables of their own."""
-        return len(self._contexts[key].groups) - 1
-
-    def save(self, pair: PairKey) -> bytes:
-        """Everything that was learned of a pair, as JSON."""
-        return STATE.dump_json(self._pairs[pair])
-
-    def restore(self, pair: PairKey, content: bytes) -> None:
-        """Go on from what was saved of contexts that have been added. ValueError for what is no state of them.
-
-        All or nothing: where it raises, everything is as before.
-        """
-        pair_now = self._pairs[pair]
-        restored = {context.key: context for context in _read_state(content)}
-        known = {context.key: context.limits for context in pair_now}
-        for key, context in restored.items():
-            if known.get(key) != context.limits:
-                raise ValueError(f"it was saved with limits {context.limits}, the context has {known.get(key)}")
-        contexts = [restored.get(context.key, context) for context in pair_now]
-        for context in contexts:
-            self._contexts[context.key] = context
-        self._pairs[pair] = contexts
-        if self.policy != ADAPTIVE:
-            for context in contexts:
-                self._decide_all(context, "the state was restored")
+    def restore(self, content: bytes) -> None:
+        """Continue from what was saved. Raises ValueError, and changes nothing, if it is not a state of these limits."""
+        limits, settings, before = self._state.limits, self.settings, self._state
+        try:
+            state = STATE.validate_json(content)
+            if state.form != FORM:
+                raise ValueError(f"its form is {state.form}, and {FORM} is read")
+            if state.limits != limits:
+                raise ValueError(f"it was saved with limits {state.limits}, the context has {limits}")
+            if state.settings != settings:
+                raise ValueError("it was saved with other settings")
+            self._begin(state)
+            trial = STATE.validate_json(content)
+            self._begin(trial)
+            for name in trial.groups:
+                self._choose(name, [], "")
+            self.rows()
+            self._begin(state)
+        except ValidationError as error:
+            self._begin(before)
+            raise ValueError(f"this is not a state of this estimator: {error.errors()[0]['msg']}") from error
+        except (ValueError, IndexError, KeyError, AssertionError) as error:
+            self._begin(before)
+            raise ValueError(f"the state does not fit together: {error}") from error
 
 
-def _read_state(content: bytes) -> list[Context]:
-    """Contexts that were saved, once a copy has been tried. ValueError for what is no state."""
-    try:
-        for context in STATE.validate_json(content):
-            for name in context.groups:
-                context.estimate(name)
-            rows_of(context)
-    except ValidationError as error:
-        raise ValueError(f"this is no state of an estimator: {error.errors()[0]['msg']}") from error
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"the state does not fit together: {error}") from error
-    return STATE.validate_json(content)
+def _new_worker(limits: Limits, settings: EstimatorSettings) -> Worker:
+    return Worker(Evidence(settings.noise**2), TokenEvidence.none(limits.max_speculation_length))

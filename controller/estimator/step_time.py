@@ -2,242 +2,312 @@
 
     log T_t = level_t + theta(cell_t) + noise        theta(cell) = log(sum_i exp(phi_i) f_i(cell)) + rho(cell)
 
-level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. It wanders, a random walk of variance q a
-step beside noise of variance r. So each step is compared with an exponential mean of the steps before it, with the gain of
-the steady Kalman filter, K^2 / (1 - K) = q / r: what is left are innovations, which are independent. Steps of one cell tell
-q and r: half the squared difference of two, L steps apart, is r + q L / 2 on average. A contrast is a row c (1 at its own
-cell, minus the weights of the cells before), and what contrasts say of theta is summed up exactly by
+level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. So each step is compared with an exponential
+mean of the steps before it. A contrast is a row c (1 at its own cell, minus the weights of the cells before) with the
+difference d of log times, and all contrasts are summed up in
 
-    M = sum c c' / sigma^2        z = sum c d / sigma^2        d: the difference of log times
+    M = sum c c' / sigma^2        z = sum c d / sigma^2
 
-with exponential forgetting. Cells are (range of batch sizes, arm). At times theta is solved for: phi, the log weights of a
-monotone surface, by Gauss-Newton with rho ~ N(0, v) integrated out, then rho. The joint covariance gives the uncertainty of
-one arm relative to another.
+with exponential forgetting. A solution has phi, the log weights of a monotone surface, by Gauss-Newton with the residuals
+rho ~ N(0, v) integrated out, then rho. A profile is a prior of phi and rho, and counts for less as contrasts contradict it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from math import exp
 
 import numpy as np
 
-from speclen.controller.estimator import settings
-from speclen.controller.estimator.features import NUM_FEATURES, PRIOR_MEAN, PRIOR_PRECISION, shares
-from speclen.controller.estimator.saving import Array
+from speclen.controller.estimator.grid import (
+    PRIOR_MEAN,
+    PRIOR_PRECISION,
+    Array,
+    Grid,
+    features_of,
+    shares,
+)
+from speclen.controller.estimator.settings import EstimatorSettings
+from speclen.records import Profile
 
-NEIGHBOURS = 64  # steps before that a step is compared with
-FAR = 16  # steps between those that tell how the level wanders
+TAIL = 64  # steps before that a step is compared with
+FAR = 16  # steps between those that tell how the level wanders, beside neighbours
+LEAST_GAIN = 0.05
+CHUNK = 64  # steps learned from at once: no matrix is so large that BLAS would use threads
+SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
+OTHER_MACHINE = 2.5  # change of the log level after which what was learned of times is forgotten
+LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times as many over which observed times are
+LARGEST = 1.0  # log difference beyond which a sample says no more of a profile, or of a mean
 
 
-class Samples(NamedTuple):
-    """Usable steps of one worker in order. cells: places, [n]; log_s: log step times, [n]."""
-
-    cells: np.ndarray
-    log_s: np.ndarray
-
-
-@dataclass(eq=False)
-class Tail:
-    """Newest samples of one worker, which its next ones are compared with, and its level.
-
-    level: mean of log times without theta, for display. near, far: mean distance of the log times of steps of one cell, 1
-    and FAR steps apart.
-    """
-
-    cells: Array = field(default_factory=lambda: np.zeros(0, int))
-    log_s: Array = field(default_factory=lambda: np.zeros(0))
-    level: float = 0.0
-    num_samples: int = 0
-    near: float = field(default_factory=lambda: settings.current.noise)
-    far: float = field(default_factory=lambda: _first_far())
-
-    @property
-    def gain(self) -> float:
-        """Weight of the newest step before, in steps of a factor of 1.4."""
-        wander = max(0.0, 2.0 * (self.far**2 - self.near**2) / (FAR - 1))
-        ratio = wander / max(self.near**2 - wander / 2, settings.current.least_sd**2 / 4)
-        gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
-        return float(
-            np.clip(
-                2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), settings.current.least_gain, settings.current.first_gain
-            )
-        )
-
-    def followed_by(self, samples: Samples) -> Samples:
-        """The tail and the next samples."""
-        return Samples(np.append(self.cells, samples.cells), np.append(self.log_s, samples.log_s))
-
-    def move(self, window: Samples, num_new: int, theta: np.ndarray) -> None:
-        """Keep the newest of a window, and follow the level."""
-        self.num_samples += num_new
-        level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
-        self.level += min(num_new / min(self.num_samples, settings.current.short_memory), 1.0) * (level - self.level)
-        self.near += _step_towards(self.near, _distances(window, num_new, 1))
-        self.far += _step_towards(self.far, _distances(window, num_new, FAR))
-        self.cells, self.log_s = window.cells[-NEIGHBOURS:], window.log_s[-NEIGHBOURS:]
-
-    def keep(self, place: np.ndarray) -> None:
-        """Follow cells to other places, -1 for those that are forgotten."""
-        cells = place[self.cells]
-        self.cells, self.log_s = cells[cells >= 0], self.log_s[cells >= 0]
+def _zeros() -> np.ndarray:
+    return np.zeros(0)
 
 
 @dataclass(eq=False)
 class Evidence:
-    """Contrasts of one worker, or of several. information: M, [cells, cells]; moment: z, [cells].
+    """Step times of one worker. information: M, [cells, cells]; moment: z, [cells].
 
-    count, log_sum: samples by cell and the sum of their log times, fading; noise: standard deviation of a contrast.
+    count, sum_s: usable samples by cell and their seconds, fading, and seen: not fading, [cells]. noise: variance of a
+    contrast. cells, log_s: of the newest samples. level: median of their log times without theta. distances: between
+    log times of one cell, one and FAR steps apart, and how many, fading, [2, 2]. surprise: mean
+    square of the newest differences from what was believed, in variances. fit: see `Prior`.
     """
 
+    noise: float
     information: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    moment: Array = field(default_factory=lambda: np.zeros(0))
-    count: Array = field(default_factory=lambda: np.zeros(0))
-    log_sum: Array = field(default_factory=lambda: np.zeros(0))
-    noise: float = field(default_factory=lambda: settings.current.noise)
+    moment: Array = field(default_factory=_zeros)
+    count: Array = field(default_factory=_zeros)
+    sum_s: Array = field(default_factory=_zeros)
+    seen: Array = field(default_factory=_zeros)
+    cells: Array = field(default_factory=lambda: np.zeros(0, int))
+    log_s: Array = field(default_factory=_zeros)
+    level: float = 0.0
+    surprise: float = 1.0
+    distances: Array = field(default_factory=lambda: np.zeros((2, 2)))
+    fit: Array = field(default_factory=lambda: np.zeros(2))
 
     def grow(self, num_cells: int) -> None:
         """Make room for new cells."""
         more = num_cells - len(self.moment)
         if more > 0:
             self.information = np.pad(self.information, (0, more))
-            self.moment, self.count, self.log_sum = (
-                np.pad(values, (0, more)) for values in (self.moment, self.count, self.log_sum)
-            )
+            for name in ("moment", "count", "sum_s", "seen"):
+                setattr(self, name, np.pad(getattr(self, name), (0, more)))
 
     def keep(self, kept: np.ndarray) -> None:
-        """Forget all cells but these."""
+        """Forget all cells but these. kept: their places."""
+        place = np.full(len(self.moment), -1)
+        place[kept] = np.arange(len(kept))
         self.information = self.information[np.ix_(kept, kept)]
-        self.moment, self.count, self.log_sum = self.moment[kept], self.count[kept], self.log_sum[kept]
+        for name in ("moment", "count", "sum_s", "seen"):
+            setattr(self, name, getattr(self, name)[kept])
+        cells = place[self.cells]
+        self.cells, self.log_s = cells[cells >= 0], self.log_s[cells >= 0]
 
     def absorb(self, other: Evidence) -> None:
-        """Take the evidence of a worker that has left."""
+        """Add the evidence of another worker."""
         self.grow(len(other.moment))
         other.grow(len(self.moment))
-        for name in ("information", "moment", "count", "log_sum"):
+        for name in ("information", "moment", "count", "sum_s", "seen", "fit"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def fade(self, factor: float) -> None:
-        """Let everything count for less."""
-        for values in (self.information, self.moment, self.count, self.log_sum):
+        """Let contrasts count for less."""
+        for values in (self.information, self.moment, self.fit):
             values *= factor
 
-    def add(self, tail: Tail, samples: Samples, theta: np.ndarray, variance: np.ndarray) -> None:
-        """Learn from the next samples of a worker.
-
-        theta, variance: estimate of every cell and its variance, for the clipping.
-        """
-        num_new = len(samples.log_s)
-        self.fade(float(np.exp(-num_new / settings.current.memory)))
-        np.add.at(self.count, samples.cells, 1.0)
-        np.add.at(self.log_sum, samples.cells, samples.log_s)
-        window = tail.followed_by(samples)
-        rows = _rows(num_new, len(window.log_s), tail.gain)
-        if not len(tail.log_s):
-            rows = rows[1:]  # nothing to compare the first sample with
-        known = np.array(list(dict.fromkeys(window.cells.tolist())))
-        one_hot = (window.cells[:, None] == known).astype(float)
-        contrasts, differences = rows @ one_hot, rows @ window.log_s
-        self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
-        tail.move(window, num_new, theta)
+    def add(self, cells: np.ndarray, log_s: np.ndarray, believed: Believed, settings: EstimatorSettings) -> None:
+        """Learn from the next usable samples. cells: their places; log_s: log seconds, [n] each."""
+        num_new, first = len(cells), len(self.cells) == 0
+        cells, log_s = np.append(self.cells, cells), np.append(self.log_s, log_s)
+        known = np.array(sorted(set(cells.tolist())))
+        rows = _rows(num_new, len(cells), self.gain(settings.gain))[int(first) :]
+        contrasts, differences = rows @ (cells[:, None] == known), rows @ log_s
+        self._add_contrasts(known, contrasts, differences, believed, settings)
+        self._add_distances(cells, log_s, num_new)
+        self.cells, self.log_s = cells[-TAIL:], log_s[-TAIL:]
+        self._follow_level(cells[-num_new:], log_s[-num_new:], believed.theta)
 
     def _add_contrasts(
-        self, known: np.ndarray, contrasts: np.ndarray, differences: np.ndarray, theta: np.ndarray, variance: np.ndarray
+        self,
+        known: np.ndarray,
+        contrasts: np.ndarray,
+        differences: np.ndarray,
+        believed: Believed,
+        s: EstimatorSettings,
     ) -> None:
         """Sum contrasts up, and learn how noisy they are."""
-        surprise, believed = differences - contrasts @ theta, contrasts**2 @ variance
-        noise = self.noise**2
-        spread = np.sqrt(noise + believed)
-        z = np.abs(surprise) / spread
-        weighted = (
-            contrasts * (np.minimum(1.0, settings.current.clip / np.maximum(z, settings.current.clip)) / noise)[:, None]
-        )
-        self.information[np.ix_(known, known)] += weighted.T @ contrasts
+        if not len(differences):
+            return
+        squares = contrasts * contrasts
+        # Steps of one cell after the other say nothing of others, and what is known of those does not age with them.
+        size = squares.sum(axis=1)
+        self.fade(exp(-float(np.minimum(size, 1.0).sum()) / s.memory))
+        surprise = np.abs(differences - contrasts @ believed.theta[known])
+        spread2 = self.noise + squares @ believed.variance[known]
+        limit = s.clip * np.sqrt(spread2)
+        weighted = contrasts * (np.minimum(1.0, limit / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
+        self.information[known[:, None], known] += weighted.T @ contrasts
         self.moment[known] += weighted.T @ differences
-        if len(z):
-            clipped = (np.minimum(z, settings.current.clip) * spread) ** 2
-            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * settings.current.clipped_loss
-            share = min(len(z) / settings.current.short_memory, 0.5)
-            self.noise = max(float(np.sqrt((1.0 - share) * noise + share * own)), settings.current.least_sd)
+        size = np.minimum(size, 1.0)
+        kept = exp(-float(size.sum()) / SURPRISE_MEMORY)
+        z2 = float(np.minimum(surprise**2 / spread2, 9.0) @ size) / max(float(size.sum()), 1e-9)
+        self.surprise = kept * self.surprise + (1.0 - kept) * z2
+        clipped = np.minimum(surprise, limit) ** 2
+        # 1.28: variance of normal noise over that of the same, clipped at 1.5 standard deviations.
+        own = float(np.maximum(clipped - spread2 + self.noise, 0.25 * clipped).mean()) * 1.28
+        share = min(len(clipped) / LEVEL_MEMORY, 0.5)
+        self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
+        if believed.profiled is not None:
+            size = squares.sum(axis=1)
+            error = np.minimum(np.abs(differences - contrasts @ believed.profiled[known]), LARGEST)
+            self.fit = self.fit + (float(((error**2 - self.noise) * size).sum()), float((size * size).sum()))
 
+    def gain(self, most: float) -> float:
+        """Weight of the newest step in the mean that a step is compared with: that of the steady Kalman filter.
 
-def _first_far() -> float:
-    now = settings.current
-    return now.noise * float(np.sqrt(1.0 + now.first_gain**2 / (1.0 - now.first_gain) * (FAR - 1) / 2))
+        The level is a random walk of variance q a step, beside noise of variance r. The squared mean distance of two
+        steps of a cell, L steps apart, is proportional to r + q L / 2, and K^2 / (1 - K) = q / r.
+        """
+        if self.distances[1].min() < FAR:
+            return most
+        near, far = (self.distances[0] / self.distances[1]) ** 2
+        wander = max(0.0, 2.0 * (far - near) / (FAR - 1))
+        ratio = wander / max(near - wander / 2, 1e-4)
+        gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
+        return float(np.clip(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), LEAST_GAIN, most))
 
+    def _add_distances(self, cells: np.ndarray, log_s: np.ndarray, num_new: int) -> None:
+        self.distances *= exp(-num_new / LEVEL_MEMORY)
+        for at, lag in enumerate((1, FAR)):
+            first = max(len(cells) - num_new, lag)
+            before = slice(first - lag, max(len(cells) - lag, 0))
+            apart = np.abs(log_s[first:] - log_s[before])[cells[first:] == cells[before]]
+            self.distances[:, at] += float(apart.sum()), len(apart)
 
-def _distances(window: Samples, num_new: int, lag: int) -> np.ndarray:
-    """Of the log times of the new steps and those `lag` steps before them, where both are of one cell."""
-    num_pairs = min(num_new, len(window.log_s) - lag)
-    if num_pairs <= 0:
-        return np.zeros(0)
-    new, old = slice(-num_pairs, None), slice(-num_pairs - lag, -lag)
-    distances: np.ndarray = np.abs(window.log_s[new] - window.log_s[old])
-    return distances[window.cells[new] == window.cells[old]]
-
-
-def _step_towards(mean: float, values: np.ndarray) -> float:
-    """Change of a fading mean."""
-    return min(len(values) / settings.current.short_memory, 0.5) * (float(values.mean()) - mean) if len(values) else 0.0
+    def _follow_level(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray) -> None:
+        level = float(np.sort(self.log_s - theta[self.cells])[len(self.log_s) // 2])
+        if abs(level - self.level) > OTHER_MACHINE:
+            self.fade(0.0)
+            self.sum_s *= 0.0
+            self.count *= 0.0
+        self.level = level
+        number, kept = np.bincount(cells, minlength=len(self.count)), exp(-len(cells) / (10.0 * LEVEL_MEMORY))
+        self.count, self.sum_s = self.count * kept + number, self.sum_s * kept
+        self.seen += number
+        seconds = np.exp(np.minimum(log_s, level + theta[cells] + LARGEST))
+        self.sum_s += np.bincount(cells, seconds, len(self.sum_s))
 
 
 @lru_cache(256)
 def _rows(num_new: int, num_all: int, gain: float) -> np.ndarray:
     """Contrast of each new step with those before it, [num_new, num_all]: 1 for itself, minus the weights of the mean."""
-    at, all_at = np.arange(num_all - num_new, num_all)[:, None], np.arange(num_all)
-    lag = at - all_at
-    weights = np.where((lag > 0) & (lag <= NEIGHBOURS), (1.0 - gain) ** np.maximum(lag - 1, 0), 0.0)
+    lag = np.arange(num_all - num_new, num_all)[:, None] - np.arange(num_all)
+    weights = np.where((lag > 0) & (lag <= TAIL), (1.0 - gain) ** np.maximum(lag - 1, 0), 0.0)
     total = weights.sum(axis=1, keepdims=True)
     rows: np.ndarray = (lag == 0) - weights / np.where(total > 0, total, 1.0)
     return rows
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
-    """Estimated step times, apart from the level.
+class Prior:
+    """Prior of step times: of any machine, or with a profile.
 
-    phi, covariance: of the surface. rho, shrinkage G and reach G J: of active cells; residual: variance of rho.
+    phi, precision: of the log weights, by the profile alone. residual: of a profiled cell, [lengths, sizes]; log_sizes:
+    of its batch sizes; level: log seconds that it is relative to. sd: of its log times.
     """
 
     phi: Array
-    covariance: Array
+    precision: Array
+    residual: Array
+    log_sizes: Array
+    level: float
+    sd: float
+
+    def residual_of(self, numbers: np.ndarray, grid: Grid) -> np.ndarray:
+        """Residual of cells by the profile; arms with n-grams have none."""
+        ranges, place = np.divmod(numbers, grid.num_arms)
+        at, log_size = np.zeros(len(numbers)), np.log(grid.sizes[ranges])
+        for length in range(min(len(self.residual), grid.num_lengths)):
+            here = place == length
+            if here.any():
+                at[here] = np.interp(log_size[here], self.log_sizes, self.residual[length])
+        return at
+
+    def weight(self, fit: np.ndarray) -> float:
+        """Share of its evidence that counts. fit: squared errors of contrasts beyond noise, and their amount."""
+        error = (8.0 * self.sd**2 + max(float(fit[0]), 0.0)) / (8.0 + float(fit[1]))
+        return min(self.sd**2 / error, 4.0)
+
+
+def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:
+    """A profile as a prior: each cell is compared with the mean of all, weighted by its standard error."""
+    values = [
+        (
+            c.batch_size,
+            c.speculation_length,
+            c.batch_size,
+            c.batch_size * (c.speculation_length + 1),
+            c.mean_context_length,
+        )
+        for c in profile.cells
+    ]
+    features = features_of(np.array(values, dtype=float).T)
+    step_s = np.array([cell.step_s for cell in profile.cells])
+    errors = np.array([cell.step_s_stderr for cell in profile.cells]) / step_s
+    weight = 1.0 / (settings.profile_sd**2 + errors**2)
+    information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
+    solution, log_s = COLD, np.log(step_s)
+    for _ in range(3):
+        solution = solve(
+            information, information @ log_s, features, solution, None, np.zeros(len(log_s)), settings.residual
+        )
+    residual = log_s - shares(features, solution.phi)[0]
+    level = float(np.average(residual, weights=weight))
+    sizes = np.unique([cell.batch_size for cell in profile.cells])
+    by_length = np.zeros((max(cell.speculation_length for cell in profile.cells) + 1, len(sizes)))
+    for cell, value in zip(profile.cells, residual.tolist(), strict=True):
+        by_length[cell.speculation_length, np.searchsorted(sizes, cell.batch_size)] = value - level
+    precision = solution.precision - PRIOR_PRECISION
+    return Prior(solution.phi, precision, by_length, np.log(sizes), level, settings.profile_sd)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Estimated step times, apart from the level.
+
+    phi, precision: of the surface, by workers' evidence. rho: residual of each cell; shrinkage: (I + v M)^-1.
+    """
+
+    phi: Array
+    precision: Array
     rho: Array
     shrinkage: Array
-    reach: Array
-    residual: float
 
 
-NOTHING = Solution(
-    PRIOR_MEAN,
-    np.linalg.inv(PRIOR_PRECISION),
-    np.zeros(0),
-    np.zeros((0, 0)),
-    np.zeros((0, NUM_FEATURES)),
-    settings.current.residual**2,
-)  # before any step
+COLD = Solution(PRIOR_MEAN, PRIOR_PRECISION, np.zeros(0), np.zeros((0, 0)))  # before any step
 
 
-def solve(information: np.ndarray, moment: np.ndarray, features: np.ndarray, last: Solution = NOTHING) -> Solution:
-    """The most probable surface and residuals. features: [cells, NUM_FEATURES] of the cells; last: to begin with."""
-    phi, residual = last.phi, last.residual
-    shrinkage = np.linalg.inv(np.eye(len(moment)) + residual * information)
-    effective = shrinkage @ information
-    effective = (effective + effective.T) / 2
-    for _ in range(3):
-        log_mean, gradient = shares(features, phi)
-        pull = gradient.T @ (shrinkage @ (moment - information @ log_mean)) - PRIOR_PRECISION @ (phi - PRIOR_MEAN)
-        precision = gradient.T @ effective @ gradient + PRIOR_PRECISION
-        step = np.linalg.solve(precision, pull)
-        phi = phi + np.clip(step, -1.0, 1.0)
-        if np.abs(step).max() < 0.01:
-            break
-    log_mean, gradient = shares(features, phi)
-    precision = gradient.T @ effective @ gradient + PRIOR_PRECISION
-    rho = residual * (shrinkage @ (moment - information @ log_mean))
-    spread = rho**2 + residual * np.diag(shrinkage)
-    weight = np.diag(information) * residual
-    known = weight / (1.0 + weight)
-    new = float((known * spread).sum() + 8 * settings.current.residual**2) / float(known.sum() + 8)
-    new = max(new, settings.current.least_sd**2)
-    return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)
+@dataclass(eq=False)
+class Believed:
+    """Believed theta of cells, its variance, and theta by a profile if there is one, [cells]."""
+
+    theta: np.ndarray
+    variance: np.ndarray
+    profiled: np.ndarray | None = None
+
+
+def solve(
+    information: np.ndarray, moment: np.ndarray, features: np.ndarray, last: Solution, prior: tuple[np.ndarray, ...] | None,
+    profiled: np.ndarray, residual: float,
+) -> Solution:  # fmt: skip
+    """The most probable surface and residuals, one step of Gauss-Newton from the last solution.
+
+    prior: weighted precision of a profile, and its phi. profiled: residuals that the profile expects, [cells].
+    """
+    variance = residual**2
+    shrinkage = np.linalg.inv(np.eye(len(moment)) + variance * information)
+    log_mean, gradient = shares(features, last.phi)
+    pull = shrinkage @ (moment - information @ (log_mean + profiled))
+    shrunk = shrinkage @ gradient
+    precision = gradient.T @ (gradient - shrunk) / variance + PRIOR_PRECISION
+    force, total = gradient.T @ pull - PRIOR_PRECISION @ (last.phi - PRIOR_MEAN), precision
+    if prior is not None:
+        total = precision + prior[0]
+        force = force - prior[0] @ (last.phi - prior[1])
+    step = np.clip(np.linalg.solve(total, force), -1.0, 1.0)
+    rho = profiled + variance * pull - (gradient - shrunk) @ step
+    return Solution(last.phi + step, precision, rho, shrinkage)
+
+
+def believed_of(features: np.ndarray, solution: Solution, residual: float, profiled: np.ndarray) -> Believed:
+    """Believed step times of cells, also of those that came after the solution. profiled: residuals by a profile."""
+    theta, gradient = shares(features, solution.phi)
+    known, variance = len(solution.rho), np.full(len(features), residual**2)
+    theta[:known] += solution.rho
+    theta[known:] += profiled[known:]
+    variance[:known] *= np.diag(solution.shrinkage)
+    around = gradient - gradient.mean(axis=0)
+    return Believed(theta, variance + ((around @ np.linalg.inv(solution.precision)) * around).sum(axis=1))

@@ -1,163 +1,206 @@
-"""Tokens per step: how many a sequence generates with each arm, by class of request. A matter of models and text alone.
+"""Tokens per step: how many a sequence generates with each arm, by request class. It belongs to the models and the text.
 
-Finished outputs tell it exactly for every arm (off-policy evaluation): steps per token r = S / T. Where only accepted
-histograms come, positions tell it for lengths: p_i = passed_i / reached_i, and E_s = 1 + sum_j prod_{i<=j} p_i. Histograms
-are the prior of evaluations, everybody's ratio that of a class.
+Finished outputs tell it exactly for every arm (off-policy evaluation): steps per token r = S / T. Histograms tell it for
+draft lengths: p_i = passed_i / reached_i, and E_s = 1 + sum_j prod_{i<=j} p_i. They are the prior of evaluated outputs, and
+everybody's ratio is that of a class. n-grams gain g tokens per step beside plain decoding: by outputs that were evaluated
+for them alone, and by every step that used them.
+
+All of it is averaged over requests, in two memories. Where the short one differs from the long one by more than chance
+explains, the text has changed, and the short one replaces the long one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add
+from math import exp
 
 import numpy as np
 
-from speclen.controller.estimator import settings
-from speclen.controller.estimator.saving import Array
-from speclen.records import NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
+from speclen.controller.estimator.grid import Array
+from speclen.controller.estimator.settings import EstimatorSettings
+from speclen.records import MAX_SPECULATION_LENGTH, NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
 
+LEAST = 0.02  # of acceptance and of rejection
+DEEPER = 0.98  # acceptance of a position relative to the one before, unseen
+COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
+MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
+KEPT = 0.25  # share of the short memory that is kept when the text has changed
+LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
-# Two-sided CUSUM per class: allowance and threshold in standard deviations, the largest step, and what is remembered
-# after it fires.
-
-COUNTS = ("reached", "passed", "tokens", "outputs", "steps", "drafted", "verified", "ngrams")
-
-
-@dataclass(frozen=True, eq=False)
-class Ratios:
-    """Estimated acceptance, and steps and tokens per generated token.
-
-    accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
-    classes together, [positions]. steps, drafted, verified: per token, [classes, 2, lengths]. outputs: evaluated ones.
-    log_speed: log tokens per step of the best arm, [classes].
-    """
-
-    accepted: Array
-    trials: Array
-    steps: Array
-    drafted: Array
-    verified: Array
-    outputs: float
-    log_speed: Array
+SUMS = ("requests", "positions", "own", "alone", "tokens", "arms", "logs")  # fields of `TokenEvidence`
+DRAFTS, OWN, ALONE, WHOLE = range(
+    4
+)  # sources: histograms, steps with n-grams, outputs for n-grams alone, for every arm
 
 
 @dataclass(eq=False)
 class TokenEvidence:
-    """Fading counts of one worker.
+    """Sums of one worker in a long and a short memory.
 
-    reached, passed: sequences that reached and passed each draft position, [classes, positions]. outputs, tokens: of
-    finished outputs, [classes]; steps, drafted, verified: of these by arm, [classes, 2, lengths]. ngrams: of these and of
-    outputs that were evaluated for n-grams alone: outputs, tokens, and by n-grams alone steps and verified tokens,
-    [classes, 4]. cusum: of histograms and of outputs, [2, classes, 2].
+    requests: by source, [2, classes, 4]. positions: sequences that reached and that passed a draft position, [2, classes,
+    2, positions]. own: steps of sequences with n-grams, tokens gained, all their tokens, and
+    those expected, [2, classes, 4]. alone: tokens of evaluated
+    outputs, and with n-grams alone their steps and verified tokens, [2, classes, 3]. tokens: of outputs evaluated for
+    every arm, [2, classes]; arms: their steps, steps that drafted and verified tokens, [2, classes, 3, 2, lengths]. logs:
+    log tokens per step of ALONE and WHOLE outputs, and its square, [2, classes, 2, 2].
     """
 
-    reached: Array
-    passed: Array
+    requests: Array
+    positions: Array
+    own: Array
+    alone: Array
     tokens: Array
-    outputs: Array
-    steps: Array
-    drafted: Array
-    verified: Array
-    ngrams: Array
-    cusum: Array
+    arms: Array
+    logs: Array
 
     @classmethod
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
-        by_arm = (NUM_CLASSES, 2, max_length + 1)
-        shapes = [(NUM_CLASSES, max_length)] * 2 + [(NUM_CLASSES,)] * 2 + [by_arm] * 3
-        shapes += [(NUM_CLASSES, 4), (2, NUM_CLASSES, 2)]
-        return cls(*(np.zeros(shape) for shape in shapes))
+        shapes = (4,), (2, max_length), (4,), (3,), (), (3, 2, max_length + 1), (2, 2)
+        return cls(*(np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes))
 
-    @property
-    def amount(self) -> float:
-        """Tokens that this is evidence of."""
-        return float(self.reached[:, :1].sum() + self.tokens.sum())
+    @classmethod
+    def sum_of(cls, evidence: Sequence[TokenEvidence]) -> TokenEvidence:
+        """The evidence of some workers together."""
+        return cls(*(sum(getattr(each, name) for each in evidence) for name in SUMS))
 
     def absorb(self, other: TokenEvidence) -> None:
-        """Take the evidence of a worker that has left."""
-        for name in COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        """Add the evidence of another worker, which may have had shorter lengths: its longest stands for longer ones."""
+        for name in SUMS:
+            mine, its = getattr(self, name), getattr(other, name)
+            more = mine.shape[-1] - its.shape[-1]
+            if more and name in ("positions", "arms"):
+                rest = its[..., -1:] if name == "arms" else np.zeros((*its.shape[:-1], 1))
+                its = np.concatenate([its, np.repeat(rest, more, axis=-1)], axis=-1)
+            setattr(self, name, mine + its)
 
-    def extend(self, max_length: int) -> None:
-        """Make room for longer lengths."""
-        more = max_length - self.reached.shape[1]
-        for name in ("reached", "passed", "steps", "drafted", "verified"):
-            values = getattr(self, name)
-            setattr(self, name, np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, more)]))
-
-    def add(self, records: Sequence[StepRecord], ratios: Ratios) -> tuple[bool, list[tuple[int, float]]]:
-        """Learn from steps. Returns True where something was forgotten, and (class, statistic) of changed outputs.
-
-        Histograms change with the requests under way: easy and hard ones stay so for many steps. Outputs are independent.
-        """
-        forgot = self._add_histograms(records, ratios)
-        changes = [
-            change for record in records for output in record.evaluations for change in self._add_output(output, ratios)
-        ]
-        return forgot or bool(changes), changes
-
-    def _add_histograms(self, records: Sequence[StepRecord], ratios: Ratios) -> bool:
-        sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by class and length
+    def add(self, records: Sequence[StepRecord], ratios: Ratios, settings: EstimatorSettings) -> None:
+        """Learn from steps."""
+        sums: dict[tuple[int, int, bool], list[int]] = {}  # histograms by class, length and n-grams
+        num_steps: Counter[tuple[int, int, bool]] = Counter()
+        started = 0
         for record in records:
-            length = record.arm.speculation_length
-            if record.arm.ngram or not length or (record.flags and UNUSABLE & record.flags):
+            arm, started = record.arm, started + record.num_new_sequences
+            for output in record.evaluations:
+                self._add_output(output, settings)
+            if arm == (0, False) or (record.flags and UNUSABLE & record.flags):
                 continue
-            for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
-                known = sums.get((kind, length))
-                sums[kind, length] = histogram if known is None else tuple(map(add, known, histogram))
-        if not any(map(any, sums.values())):
-            return False
-        reached, passed = np.zeros((2, *self.reached.shape))
-        for (kind, length), histogram in sums.items():
-            runs = list(accumulate(reversed(histogram)))[::-1]  # sequences with at least 0, 1, ... accepted tokens
-            reached[kind, :length] += runs[:-1]
-            passed[kind, :length] += runs[1:]
-        fade = float(np.exp(-len(records) / settings.current.report_memory))
-        self.reached, self.passed = self.reached * fade, self.passed * fade
-        expected = reached * ratios.accepted
-        variance = (1.0 + settings.current.alike * len(records)) * (expected * (1.0 - ratios.accepted)).sum(axis=1)
-        z = (passed - expected).sum(axis=1) / np.sqrt(variance + 1e-9)
-        changes = [
-            change
-            for kind in np.flatnonzero(reached[:, 0]).tolist()
-            for change in self._detect(0, kind, float(z[kind]))
-        ]
-        self.reached += reached
-        self.passed += passed
-        return bool(changes)
+            for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
+                key = kind, arm.speculation_length, arm.ngram
+                known = sums.get(key)
+                sums[key] = list(runs) if known is None else [a + b for a, b in zip(known, runs, strict=True)]
+                num_steps[key] += 1
+        counts = {key: sum(histogram) for key, histogram in sums.items()}
+        per_row = max(started / max(sum(counts.values()), 1), 1.0 / settings.request_steps)
+        for key, histogram in sums.items():
+            kind, length, ngram = key
+            rows = counts[key]
+            if not rows:
+                continue
+            self._fade_steps(OWN if ngram else DRAFTS, kind, num_steps[key], rows, rows * per_row, settings)
+            if ngram:
+                self._add_own(kind, length, histogram, ratios)
+            else:
+                beyond = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
+                self.positions[:, kind, 0, :length] += beyond[:-1]
+                self.positions[:, kind, 1, :length] += beyond[1:]
 
-    def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
-        kind, fade = output.request_class, np.exp(-1.0 / settings.current.output_memory)
-        whole, (values, has_ngrams) = output.num_output_tokens / output.num_tokens, _by_arm(output)
+    def _fade(self, source: int, kind: int, requests: float, settings: EstimatorSettings) -> None:
+        """Let what outputs told of a class count for less, and count new ones."""
+        for memory, length in enumerate((settings.long_memory, settings.short_memory)):
+            self._keep(source, kind, memory, exp(-requests / length), requests)
+
+    def _fade_steps(
+        self, source: int, kind: int, num_steps: int, rows: int, requests: float, settings: EstimatorSettings
+    ) -> None:
+        """The same for steps. Steps of one sequence are alike, so the short memory has as many samples as sequences.
+
+        rows: sequences in these steps; requests: that began.
+        """
+        self._keep(source, kind, 0, exp(-requests / settings.long_memory), requests)
+        kept = exp(-num_steps / settings.short_steps)
+        self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
+
+    def _keep(self, source: int, kind: int, memory: int, kept: float, requests: float) -> None:
+        (self.positions, self.own, self.alone, self.arms)[source][memory, kind] *= kept
+        if source >= ALONE:
+            self.logs[memory, kind, source - ALONE] *= kept
+        if source == WHOLE:
+            self.tokens[memory, kind] *= kept
+        self.requests[memory, kind, source] = self.requests[memory, kind, source] * kept + requests
+
+    def _add_own(self, kind: int, length: int, histogram: list[int], ratios: Ratios) -> None:
+        """Tokens that n-grams gained beside the draft model, of which some would be gained by n-grams alone."""
+        slope = float(ratios.slope[length])
+        rows, tokens = sum(histogram), sum(at * number for at, number in enumerate(histogram, 1))
+        gained = tokens - rows * float(ratios.expected[kind, 1, length] - slope * ratios.gain[kind])
+        expected = rows * float(ratios.expected[kind, 1, length])
+        self.own[:, kind] += rows * slope**2, slope * gained, tokens, expected
+
+    def _add_output(self, output: OutputEvaluation, settings: EstimatorSettings) -> None:
+        kind, whole = output.request_class, output.num_output_tokens / output.num_tokens
+        values, has_ngrams = _by_arm(output)
         if has_ngrams:
-            alone = (1.0, output.num_output_tokens, *(whole * values[::2, 1, 0]))
-            self.ngrams[kind] = self.ngrams[kind] * fade + alone
-        if values.shape[2] < min(self.steps.shape[2], 2):
-            return []  # nothing of the draft model
-        values = values[:, :, np.minimum(np.arange(self.steps.shape[2]), values.shape[2] - 1)]
-        z = (float(np.log(output.num_tokens / values[0].min())) - ratios.log_speed[kind]) / settings.current.output_sd
-        changes = self._detect(1, kind, z) if self.outputs[kind] > 8 else []
-        news = (output.num_output_tokens, 1.0, *(whole * values))
-        for name, new in zip(("tokens", "outputs", "steps", "drafted", "verified"), news, strict=True):
-            held = getattr(self, name)
-            held[kind] = held[kind] * fade + new
-        return changes
+            self._fade(ALONE, kind, 1.0, settings)
+            self.alone[:, kind] += (output.num_output_tokens, *(whole * values[::2, 1, 0]))
+            log_speed = float(np.log(output.num_tokens / values[0, 1, 0]))
+            self.logs[:, kind, 0] += log_speed, log_speed**2
+        if values.shape[2] < min(self.arms.shape[-1], 2):
+            return  # nothing of the draft model
+        self._fade(WHOLE, kind, 1.0, settings)
+        values = values[:, :, np.minimum(np.arange(self.arms.shape[-1]), values.shape[2] - 1)]
+        self.arms[:, kind] += whole * values
+        self.tokens[:, kind] += output.num_output_tokens
+        log_speed = float(np.log(output.num_tokens / values[0, 0].min()))
+        self.logs[:, kind, 1] += log_speed, log_speed**2
 
-    def _detect(self, source: int, kind: int, z: float) -> list[tuple[int, float]]:
-        """Follow a CUSUM; where it fires, forget most of a class. source: 0 for histograms, 1 for outputs."""
-        z = min(max(z, -settings.current.largest_z), settings.current.largest_z)
-        sums = np.maximum(self.cusum[source, kind] + (z - settings.current.slack, -z - settings.current.slack), 0.0)
-        statistic = float(sums.max())
-        fires = statistic > settings.current.threshold
-        self.cusum[source, kind] = 0.0 if fires else sums
-        if not fires:
+    def changes(self, settings: EstimatorSettings) -> list[tuple[int, float]]:
+        """Classes whose text has changed, and by how many standard errors."""
+        long, short = self.requests
+        if not (short >= LEAST_REQUESTS[0]).any():
             return []
-        for name in COUNTS:
-            getattr(self, name)[kind] *= settings.current.kept
-        return [(kind, statistic)]
+        speed, variance = self._log_speed(settings), self._variance(settings)
+        number = short.copy()
+        number[:, ALONE:] *= 1.0 + short[:, ALONE:] / settings.short_memory  # of a mean with exponential weights
+        number[(short < LEAST_REQUESTS[0]) | (long < LEAST_REQUESTS[1])] = 0.0
+        # Each class relative to its own past, and all classes together, since most changes concern all of them.
+        weighted, spread2 = number * (speed[1] - speed[0]), variance * (number + number**2 / np.maximum(long, 1e-9))
+        of_class = np.abs(weighted) / np.sqrt(spread2 + 1e-9)
+        of_all = np.abs(weighted.sum(axis=0)) / np.sqrt(spread2.sum(axis=0) + 1e-9)
+        largest = np.maximum(of_class, of_all * (number > 0)).max(axis=1)
+        return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > settings.change)]
+
+    def forget(self, kind: int) -> None:
+        """Let the short memory of a class replace the long one, as a quarter of it: the rest is of the text before."""
+        for name in SUMS:
+            values = getattr(self, name)
+            values[:, kind] = KEPT * values[1, kind]
+
+    def _log_speed(self, s: EstimatorSettings) -> np.ndarray:
+        """Log tokens per step in both memories by source, [2, classes, 4]."""
+        reached, passed = np.moveaxis(self.positions[..., :COMPARED_LENGTH], 2, 0)
+        long = (passed[0] + s.prior_trials * s.first_accepted) / (reached[0] + s.prior_trials)
+        accepted = (passed + s.prior_trials * long) / (reached + s.prior_trials)
+        tokens, expected = np.moveaxis(self.own[..., 2:], -1, 0)
+        drafted = self.arms[:, :, 0, 0].min(axis=-1)
+        found = [
+            np.log(1.0 + np.cumprod(accepted, axis=-1).sum(axis=-1)),
+            np.log(np.maximum(tokens, 1.0) / np.maximum(expected, 1.0)),
+            np.log(np.maximum(self.alone[..., 0], 1.0) / np.maximum(self.alone[..., 1], 1.0)),
+            np.log(np.maximum(self.tokens, 1.0) / np.maximum(drafted, 1.0)),
+        ]
+        return np.stack(found, axis=-1)
+
+    def _variance(self, settings: EstimatorSettings) -> np.ndarray:
+        """Of the log tokens per step among requests by source, [classes, 4]: as evaluated outputs tell it, but not less."""
+        number = self.requests[0, :, ALONE:] + 1e-9
+        total, squares = np.moveaxis(self.logs[0], -1, 0)
+        spread = np.maximum(squares - total**2 / number, 0.0)
+        least = settings.request_sd**2
+        alone, whole = np.maximum((8.0 * least + spread) / (8.0 + number), least).T
+        return np.stack([whole, alone, alone, whole], axis=-1)
 
 
 def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
@@ -169,7 +212,27 @@ def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
     return lists.reshape(3, 2, half) if has_ngrams else np.stack([lists, lists], axis=1), has_ngrams
 
 
-def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """Estimated tokens per step.
+
+    accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
+    classes together, [positions]. expected: tokens per step, at least 1, [classes, 2, lengths]; drafted: share of steps
+    that draft; verified: tokens per step; the same shape. gain: tokens per step that n-grams alone gain, [classes];
+    slope: of that, what arms with n-grams gain beside the draft model, [lengths]. num_ngram: requests that tell it.
+    """
+
+    accepted: Array
+    trials: Array
+    expected: Array
+    drafted: Array
+    verified: Array
+    gain: Array
+    slope: Array
+    num_ngram: float
+
+
+def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) -> np.ndarray:
     """Acceptance by position before anything was seen: a profile's as far as there is one, [positions].
 
     survival: P(the first i draft tokens are all accepted).
@@ -179,85 +242,79 @@ def unseen_acceptance(max_length: int, survival: Sequence[float] = ()) -> np.nda
         if at < len(survival):
             value = survival[at] / max(survival[at - 1] if at else 1.0, 1e-9)
         else:
-            value = accepted[-1] * settings.current.deeper if at else settings.current.first_accepted
-        accepted.append(min(max(value, settings.current.least_accepted), 1.0 - settings.current.least_accepted))
+            value = accepted[-1] * DEEPER if at else first
+        accepted.append(min(max(value, LEAST), 1.0 - LEAST))
     return np.array(accepted)
 
 
-def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], unseen: np.ndarray) -> Ratios:
-    """Estimates from the evidence of some workers, one or more, each with its weight. unseen: acceptance, [positions]."""
-    total = {name: sum(w * getattr(e, name) for e, w in zip(evidence, weights, strict=True)) for name in COUNTS}
-    everyone = _accepted_by_all(total["reached"].sum(axis=0), total["passed"].sum(axis=0), unseen)
-    accepted = (total["passed"] + settings.current.shrinkage * everyone) / (
-        total["reached"] + settings.current.shrinkage
-    )
-    expected = 1.0 + np.pad(np.cumsum(np.cumprod(accepted, axis=1), axis=1), ((0, 0), (1, 0)))
-    steps = np.minimum(np.stack([1.0 / expected, settings.current.unseen_ngram / expected], axis=1), 1.0)
-    lengths, tokens = np.arange(accepted.shape[1] + 1), total["tokens"]
-    by_histograms = {"steps": steps, "drafted": steps * (lengths > 0), "verified": steps * (lengths + 1.0)}
-    known = {name: _shrunk(total[name], tokens, values) for name, values in by_histograms.items()}
-    _follow_ngrams(known, total["ngrams"])
+def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: EstimatorSettings) -> Ratios:
+    """Estimates. unseen: acceptance by position before anything was seen; trials: that it counts for."""
+    reached, passed = total.positions[0, :, 0], total.positions[0, :, 1]
+    everyone = _accepted_by_all(reached.sum(axis=0), passed.sum(axis=0), unseen, trials)
+    accepted = (passed + s.prior_trials * everyone) / (reached + s.prior_trials)
+    sums = np.concatenate([np.ones((NUM_CLASSES, 1)), 1.0 + np.cumsum(np.cumprod(accepted, axis=1), axis=1)], axis=1)
+    tokens, lengths = total.tokens[0], np.arange(sums.shape[1])
+    steps, drafted, verified = total.arms[0].transpose(1, 0, 2, 3)
+    expected = 1.0 / _shrunk(steps[:, 0], tokens, 1.0 / sums, s.prior_tokens)
+    # What n-grams gain alone, and what is left of that beside the draft model.
+    whole = (tokens.sum() + s.prior_tokens) / (steps.sum(axis=0) + s.prior_tokens)
+    usual = np.maximum((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0)
+    slope = np.clip((whole[1] - whole[0] + 0.2 * usual) / (max(whole[1, 0] - 1.0, 0.0) + 0.2), 0.0, 1.0)
+    slope[0] = 1.0
+    own, alone = total.own[0], total.alone[0]
+    num_steps, gained = own[:, 0] + alone[:, 1], own[:, 1] + alone[:, 0] - alone[:, 1]
+    usual_gain = gained.sum() / (num_steps.sum() + s.prior_tokens)
+    gain = (gained + s.prior_tokens * usual_gain) / (num_steps + s.prior_tokens)
+    evaluated = 1.0 / _shrunk(steps[:, 1], tokens, 1.0 / (expected + slope * usual_gain), s.prior_tokens)
+    with_ngrams = evaluated + slope * (gain - (evaluated[:, 0] - 1.0))[:, None]
+    both = np.clip(np.stack([expected, with_ngrams], axis=1), 1.0, MAX_SPECULATION_LENGTH + 1.0)
+    # Steps that draft, and verified tokens: matches become rarer where the gain does.
+    count = steps.sum(axis=0) + s.prior_tokens
+    share = np.where(lengths > 0, (drafted.sum(axis=0) + s.prior_tokens) / count, 0.0)
+    matches = (1.0 - share[1]) * ((gain + 0.1) / (evaluated[:, 0] - 0.9).clip(0.1))[:, None]
+    drafts = np.stack([np.broadcast_to(share[0], sums.shape), np.clip(1.0 - matches, 0.0, 1.0) * (lengths > 0)], axis=1)
+    per_step = (verified.sum(axis=0) + s.prior_tokens * (lengths + [[1.0], [1.5]])) / count
+    per_step[1, 0] = (alone[:, 2].sum() + 1.5 * s.prior_tokens) / (alone[:, 1].sum() + s.prior_tokens)
     reach = np.append(1.0, np.cumprod(everyone))[: len(everyone)]
-    trials = total["reached"].sum(axis=0) + tokens.sum() * reach
-    speed = -np.log(known["steps"].min(axis=(1, 2)))
-    outputs = max(float(total["outputs"].sum()), float(total["ngrams"][:, 0].sum()))
-    return Ratios(accepted, trials, **known, outputs=outputs, log_speed=speed)
+    return Ratios(
+        accepted,
+        reached.sum(axis=0) + tokens.sum() * reach,
+        both,
+        drafts,
+        np.broadcast_to(per_step, both.shape).copy(),
+        gain,
+        slope,
+        float(total.requests[0, :, OWN : ALONE + 1].sum()),
+    )
 
 
-def _follow_ngrams(known: dict[str, np.ndarray], ngrams: np.ndarray) -> None:
-    """Let arms with n-grams follow n-grams alone, which more outputs were evaluated for."""
-    _, tokens, steps, verified = ngrams.T
-    for sums, names in ((steps, ("steps", "drafted")), (verified, ("verified",))):
-        before = known[names[0]][:, 1:, :1]
-        factor = _shrunk(sums[:, None, None], tokens, before) / before
-        for name in names:
-            known[name][:, 1:] *= factor
-
-
-def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray) -> np.ndarray:
+def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray, trials: float) -> np.ndarray:
     """Acceptance by position, all classes together: each shrunk towards the one before, [positions]."""
-    accepted = np.zeros(len(reached))
-    for at, prior in enumerate(unseen.tolist()):
+    accepted: list[float] = []
+    for at, (prior, number, good) in enumerate(zip(unseen.tolist(), reached.tolist(), passed.tolist(), strict=True)):
         if at:
-            prior = min(
-                max(accepted[at - 1] * prior / unseen[at - 1], settings.current.least_accepted),
-                1.0 - settings.current.least_accepted,
-            )
-        accepted[at] = (passed[at] + settings.current.shrinkage * prior) / (reached[at] + settings.current.shrinkage)
-    return accepted
+            prior = min(max(accepted[-1] * prior / float(unseen[at - 1]), LEAST), 1.0 - LEAST)
+        accepted.append((good + trials * prior) / (number + trials))
+    return np.array(accepted)
 
 
-def _shrunk(sums: np.ndarray, tokens: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    """Per token: evaluations with histograms as their prior, and everybody's ratio as that of a class."""
+def _shrunk(sums: np.ndarray, tokens: np.ndarray, prior: np.ndarray, weight: float) -> np.ndarray:
+    """Per token: evaluated outputs with histograms as their prior, and everybody's ratio as that of a class."""
     share = (tokens + 1.0) / (tokens + 1.0).sum()
-    everyone_prior = np.tensordot(share, prior, 1)
-    everyone = (sums.sum(axis=0) + settings.current.prior_tokens * everyone_prior) / (
-        tokens.sum() + settings.current.prior_tokens
-    )
-    ratio = everyone / np.maximum(everyone_prior, 1e-9)
-    values: np.ndarray = (sums + settings.current.prior_tokens * prior * ratio) / (
-        tokens[:, None, None] + settings.current.prior_tokens
-    )
+    usual = share @ prior
+    everyone = (sums.sum(axis=0) + weight * usual) / (tokens.sum() + weight)
+    values: np.ndarray = (sums + weight * prior * everyone / usual) / (tokens[:, None] + weight)
     return values
 
 
-def contrast_variance(ratios: Ratios, ngram: np.ndarray, length: np.ndarray, by_steps: bool) -> np.ndarray:
-    """Variance of the log tokens per step of every arm relative to some arms, [n, 2, lengths].
-
-    ngram, length: of the arms that they are compared with, [n]. by_steps: without that of n-grams, which only evaluated
-    outputs tell.
-    """
-    accepted = np.clip(
-        ratios.accepted.mean(axis=0), settings.current.least_accepted, 1.0 - settings.current.least_accepted
-    )
+def log_variance(ratios: Ratios, base: int, settings: EstimatorSettings) -> np.ndarray:
+    """Variance of the log tokens per step of every arm relative to the arm at a place, [arms]."""
+    accepted = np.clip(ratios.accepted.mean(axis=0), LEAST, 1.0 - LEAST)
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
-    deeper = np.maximum(sums[:, None] - sums[:-1], 0.0)  # tokens from positions i on, [lengths, positions]
-    share = deeper / (1.0 + sums)[:, None]
-    spread = (
-        settings.current.overdispersion * (1.0 - accepted) / (accepted * (ratios.trials + settings.current.shrinkage))
-    )
-    by_length = ((share[:, None] - share) ** 2) @ spread
-    outputs = np.inf if by_steps else ratios.outputs
-    kinds = (ngram[:, None] != np.arange(2)) * settings.current.output_sd**2 / (outputs + 1.0)
-    variance: np.ndarray = kinds[:, :, None] + by_length[length][:, None]
+    share = np.maximum(sums[:, None] - sums[:-1], 0.0) / (1.0 + sums)[:, None]  # tokens from positions i on
+    spread = (1.0 - accepted) / (accepted * (ratios.trials + settings.prior_trials))
+    ngram, length = divmod(base, len(sums))
+    by_length = ((share[length] - share) ** 2) @ spread
+    kinds = (np.arange(2) != ngram) * settings.request_sd**2 / (ratios.num_ngram + 1.0)
+    variance: np.ndarray = (kinds[:, None] + by_length).reshape(-1)
     return variance

@@ -1,4 +1,7 @@
-"""Workers of a context, and whose evidence is shared: that of all that agree, each with a fair share of the weight."""
+"""Workers of a context. They share evidence; one that differs from most of the others is isolated.
+
+Every COMPARED reports a worker's own step times and tokens are compared with those of each other worker.
+"""
 
 from __future__ import annotations
 
@@ -7,96 +10,144 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from speclen.controller.estimator import settings
-from speclen.controller.estimator.isolation import Worker
-from speclen.controller.estimator.sizes import Cells
-from speclen.controller.estimator.step_time import Evidence
-from speclen.controller.estimator.tokens import TokenEvidence
+from speclen.controller.estimator.grid import Array, Cells, shares
+from speclen.controller.estimator.settings import EstimatorSettings
+from speclen.controller.estimator.step_time import COLD, Believed, Evidence, solve
+from speclen.controller.estimator.tokens import COMPARED_LENGTH, TokenEvidence, ratios_of
+from speclen.records import StepRecord
+
+MOST_TRACKED = 16  # workers compared with each other; the evidence of others is pooled
+COMPARED = 64  # reports of a worker between two comparisons
+EXPIRED = 20_000  # reports of others after which a worker without any has expired
+SIGNIFICANT = 3.0  # standard deviations
+
+
+@dataclass(eq=False)
+class Worker:
+    """Evidence of one worker. apart: differs from the others in step times, in tokens.
+
+    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, and its
+    variance, [2, classes]. batch_size: of its newest step. spare: exploration that it has earned, in steps. waiting: its
+    reports that were not learned from yet.
+    """
+
+    times: Evidence
+    tokens: TokenEvidence
+    num_reports: int = 0
+    compared_at: int = 0
+    last_seen: int = 0
+    batch_size: int = 0
+    spare: float = 0.0
+    waiting: list[StepRecord] = field(default_factory=list)
+    apart: tuple[bool, bool] = (False, False)
+    theta: Array = field(default_factory=lambda: np.zeros(0))
+    precision: Array = field(default_factory=lambda: np.zeros(0))
+    speed: Array = field(default_factory=lambda: np.zeros((2, 0)))
+
+    @property
+    def is_due(self) -> bool:
+        """True when it is to be compared."""
+        return self.num_reports - self.compared_at >= COMPARED
+
+    def note(self, features: np.ndarray, unseen: np.ndarray, settings: EstimatorSettings) -> None:
+        """Estimate from the reports of this worker alone. features: of all cells."""
+        self.compared_at = self.num_reports
+        self.times.grow(len(features))
+        solution, none = COLD, np.zeros(len(features))
+        for _ in range(2):
+            evidence = self.times.information, self.times.moment, features
+            solution = solve(*evidence, solution, None, none, settings.worker_difference)
+        self.theta = shares(features, solution.phi)[0] + solution.rho
+        self.precision = np.diag(self.times.information).copy()
+        ratios = ratios_of(self.tokens, unseen, settings.prior_trials, settings)
+        length = min(COMPARED_LENGTH, ratios.expected.shape[2] - 1)
+        trials = self.tokens.positions[0, :, 0, :1].sum(axis=1) + self.tokens.tokens[0]
+        self.speed = np.stack([np.log(ratios.expected[:, 0, length]), 2.0 / np.maximum(trials, 1.0)])
+
+    def agrees_in_times(self, other: Worker, most: float) -> bool:
+        """True unless step times of both differ by more than a factor, in cells that both have seen."""
+        count = min(len(self.theta), len(other.theta))
+        weight = np.minimum(self.precision[:count], other.precision[:count])
+        num_shared = np.count_nonzero(weight)
+        if num_shared < 2:
+            return True
+        difference = self.theta[:count] - other.theta[:count]
+        difference = difference - float(weight @ difference) / float(weight.sum())
+        mean_square = float(weight @ difference**2) / float(weight.sum())
+        chance = 2 * num_shared / float(weight.sum())  # mean square that noise alone explains
+        return mean_square < max(most**2, SIGNIFICANT * chance)
+
+    def agrees_in_tokens(self, other: Worker, most: float) -> bool:
+        """True unless accepted tokens of some class differ significantly."""
+        if not self.speed.size or not other.speed.size:
+            return True
+        difference = np.abs(self.speed[0] - other.speed[0])
+        spread = np.sqrt(self.speed[1] + other.speed[1])
+        return bool((difference <= most + SIGNIFICANT * spread).all())
+
+    def differs(self, others: Sequence[Worker], most: float) -> tuple[bool, bool]:
+        """True if it differs from more than half of the others: in step times, in tokens."""
+        known = [other for other in others if other is not self and other.compared_at]
+        if not known:
+            return self.apart
+        times = sum(self.agrees_in_times(other, most) for other in known)
+        tokens = sum(self.agrees_in_tokens(other, most) for other in known)
+        return 2 * times < len(known), 2 * tokens < len(known)
 
 
 @dataclass(eq=False)
 class Workers:
-    """tracked: told apart; untracked: others, with samples to compare with alone.
+    """tracked: compared with each other; untracked: others, whose evidence is in `shared`, as is that of expired ones."""
 
-    times, tokens: evidence of these, of workers that have left, and of a profile.
-    """
-
-    tokens: TokenEvidence
-    times: Evidence = field(default_factory=Evidence)
+    shared: Worker
     tracked: dict[str, Worker] = field(default_factory=dict)
     untracked: dict[str, Worker] = field(default_factory=dict)
 
     @property
     def everyone(self) -> list[Worker]:
-        """All of them."""
-        return [*self.tracked.values(), *self.untracked.values()]
+        """All workers and the shared evidence."""
+        return [self.shared, *self.tracked.values(), *self.untracked.values()]
 
-    def find(self, name: str, num_reports: int, isolated: Container[str]) -> Worker:
-        """The worker of this name, which may be new; then those that have left make room."""
+    def find(self, name: str, num_reports: int, isolated: Container[str], new: Worker) -> Worker:
+        """The worker of this name, which may be new; then those that have expired make room."""
         known = self.tracked.get(name) or self.untracked.get(name)
         if known is not None:
             return known
-        self._expire(num_reports, isolated)
-        among = self.tracked if len(self.tracked) < settings.current.most_tracked else self.untracked
-        return among.setdefault(name, Worker(TokenEvidence.none(self.tokens.reached.shape[1])))
-
-    def _expire(self, num_reports: int, isolated: Container[str]) -> None:
-        """Put the evidence of workers that have left together, but that of isolated ones."""
         for workers in (self.tracked, self.untracked):
-            for name in [
-                name for name, each in workers.items() if num_reports - each.last_seen > settings.current.expired
-            ]:
-                worker = workers.pop(name)
-                if name not in isolated:
-                    self.times.absorb(worker.times)
-                    self.tokens.absorb(worker.tokens)
+            for gone in [name for name, each in workers.items() if num_reports - each.last_seen > EXPIRED]:
+                worker = workers.pop(gone)
+                if gone not in isolated:
+                    self.shared.times.absorb(worker.times)
+                    self.shared.tokens.absorb(worker.tokens)
+        among = self.tracked if len(self.tracked) < MOST_TRACKED else self.untracked
+        return among.setdefault(name, new)
 
-    def evidence_of(self, name: str) -> tuple[Evidence, TokenEvidence]:
-        """Evidence that a worker's reports are added to: of its own if it is tracked, else of all others together."""
-        worker = self.tracked.get(name, self)
-        return worker.times, worker.tokens
+    def add_times(
+        self, worker: Worker, places: np.ndarray, log_s: np.ndarray, believed: Believed, settings: EstimatorSettings
+    ) -> None:
+        """Learn from usable samples of a worker; those of an untracked one go to the shared evidence."""
+        own, times = worker.times, worker.times
+        if worker in self.untracked.values():
+            times = self.shared.times
+            times.cells, times.log_s, times.level = own.cells, own.log_s, own.level
+        times.grow(len(believed.theta))
+        times.add(places, log_s, believed, settings)
+        own.cells, own.log_s, own.level = times.cells, times.log_s, times.level
 
-    def shared_times(self) -> list[Evidence]:
-        """Evidence of step times of the workers that agree."""
-        return [self.times, *(worker.times for worker in self.tracked.values() if not worker.apart[0])]
+    def agreeing(self, part: int) -> list[Worker]:
+        """Workers whose evidence is shared: of step times (0) or of tokens (1)."""
+        return [self.shared, *(each for each in self.tracked.values() if not each.apart[part])]
 
-    def shared_tokens(self) -> list[TokenEvidence]:
-        """Evidence of tokens of the workers that agree."""
-        return [self.tokens, *(worker.tokens for worker in self.tracked.values() if not worker.apart[1])]
-
-    def extend_tokens(self, max_length: int) -> None:
-        """Make room for longer lengths."""
-        for each in [self.tokens, *(worker.tokens for worker in self.everyone)]:
-            each.extend(max_length)
-
-    def shared_level(self) -> float | None:
-        """Mean level of the workers that agree; None before their first sample."""
-        levels = [each.tail.level for each in self.everyone if not each.apart[0] and each.tail.num_samples]
-        return float(np.mean(levels)) if levels else None
-
-    def noise(self) -> float:
-        """Standard deviation of a log step time."""
-        return float(np.mean([worker.times.noise for worker in self.tracked.values()] or [self.times.noise]))
-
-    def trim(self, cells: Cells) -> Cells:
-        """Forget the cells with the least evidence where there are too many; returns those that are left."""
-        evidence = [self.times, *(worker.times for worker in self.tracked.values())]
-        for each in evidence:
-            each.grow(len(cells.numbers))
-        kept = cells.kept(np.sum([each.count for each in evidence], axis=0))
-        if kept is None:
+    def trim(self, cells: Cells, most: int) -> Cells:
+        """Forget the cells with the least evidence if there are too many; returns those that are left."""
+        if len(cells.numbers) <= most:
             return cells
-        place = np.full(len(cells.numbers), -1)
-        place[kept] = np.arange(len(kept))
-        for each in evidence:
-            each.keep(kept)
+        times = [worker.times for worker in (self.shared, *self.tracked.values())]
+        for each in times:
+            each.grow(len(cells.numbers))
+        kept = np.sort(np.argsort(-np.sum([each.count for each in times], axis=0), kind="stable")[: most * 3 // 4])
         for worker in self.everyone:
-            worker.tail.keep(place)
+            worker.times.grow(len(cells.numbers))
+            worker.times.keep(kept)
             worker.theta, worker.precision = np.zeros(0), np.zeros(0)
         return Cells(cells.numbers[kept], cells.features[kept])
-
-
-def fair_weights(amounts: Sequence[float]) -> list[float]:
-    """Weight of each worker's evidence: none counts for more than FAIR_SHARE times the median."""
-    most = settings.current.fair_share * float(np.median([amount for amount in amounts if amount > 0] or [1.0]))
-    return [min(1.0, most / max(amount, 1e-9)) for amount in amounts]

@@ -12,7 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
@@ -76,7 +76,7 @@ def open_store(config: ControllerConfig) -> Store:
 
 def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> tuple[Intake, Learner]:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator, totals = Estimator(policy=config.policy), Totals()
+    estimator, totals = Contexts(), Totals()
     registry = Registry(time.time, config.max_workers, config.max_contexts)
     forgotten, set_aside = restore(estimator, registry, stored, store.path)
     journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)

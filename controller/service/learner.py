@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.controller.service.prediction import PredictionError
 from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
@@ -51,7 +51,7 @@ class Learner:
 
     def __init__(
         self,
-        estimator: Estimator,
+        estimator: Contexts,
         registry: Registry,
         journal: Journal,
         totals: Totals,

@@ -257,8 +257,8 @@ class ArmEstimate(NamedTuple):
     """One row of the learned table: one arm at a range of batch sizes.
 
     expected_tokens: per sequence and step, the bonus token included. ms_per_token: per sequence, with a 95% interval.
-    num_steps: usable samples at these sizes. observed_step_s: their mean time; None without any. source: "profile",
-    "online", "both" or "prior". is_best: in use.
+    num_steps: usable samples at these sizes, ever. observed_step_s: mean time of the newest; None without any.
+    source: "profile", "online", "both" or "prior". is_best: in use.
     """
 
     batch_min: int

@@ -23,8 +23,8 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
         context_limits=[ContextLimitsRow(1, 32, 4, True, 0, NOW)],
         workers=[worker(3, **worker_changes)],
         arm_estimates=estimates,
-        acceptance=[AcceptanceRow("t", "d", 1, 0.75, 100.0, NOW)],
-        states=[StateRow("t", "d", state, NOW)],
+        acceptance=[AcceptanceRow(1, 1, 0.75, 100.0, NOW)],
+        states=[StateRow(1, state, NOW)],
         decisions=[decision(1, 2)],
     )
     return written(path, commit, Commit(reports=[report(1), report(2), report(3)]))

@@ -38,8 +38,7 @@ class FakeEstimator:
     """fail: names of methods that raise. probes: whether every call of take_probe gives one. calls: (context, seqs, worker)
     of every observe."""
 
-    def __init__(self, policy: str = "adaptive") -> None:
-        self.policy = policy
+    def __init__(self) -> None:
         self.fail: set[str] = set()
         self.probes = False
         self.calls: list[tuple[ContextKey, list[int], str]] = []
@@ -112,7 +111,7 @@ class FakeEstimator:
             for arm, number in sorted(known.num_steps.items())
         ]
 
-    def survival(self, pair: tuple[str, str]) -> list[tuple[float, float]]:
+    def survival(self, key: ContextKey) -> list[tuple[float, float]]:
         return [(0.5, 10.0)]
 
     def is_isolated(self, key: ContextKey, worker_id: str) -> bool:
@@ -126,21 +125,13 @@ class FakeEstimator:
         self._known[key].num_steps.clear()
         return Outcome([], [DriftEvent(key, "reset", 1.0, reason)])
 
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        return tuple({key.pair: None for key in self._known})
-
-    def save(self, pair: tuple[str, str]) -> bytes:
+    def save(self, key: ContextKey) -> bytes:
         self._reach("save")
-        contexts = [
-            [key, known.limits, known.arm, known.version, list(known.num_steps.items())]
-            for key, known in self._known.items()
-            if key.pair == pair
-        ]
-        return json.dumps(contexts).encode()
+        known = self._known[key]
+        return json.dumps([known.limits, known.arm, known.version, list(known.num_steps.items())]).encode()
 
-    def restore(self, pair: tuple[str, str], state: bytes) -> None:
-        for key, limits, arm, version, steps in json.loads(state):
-            assert ContextKey(*key) in self._known
-            counts = Counter({Arm(*each): number for each, number in steps})
-            self._known[ContextKey(*key)] = Known(Limits(*limits), Arm(*arm), version, counts)
+    def restore(self, key: ContextKey, state: bytes) -> None:
+        assert key in self._known
+        limits, arm, version, steps = json.loads(state)
+        counts = Counter({Arm(*each): number for each, number in steps})
+        self._known[key] = Known(Limits(*limits), Arm(*arm), version, counts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.records import Arm, ContextKey, Limits, Probe, Profile, ProfileCell, StepRecord
 from tests.support.world import World
 
@@ -19,7 +19,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 class Worker:
     """A simulated worker that follows its table and its probes. distort: what it makes of its reports."""
 
-    def __init__(self, estimator: Estimator, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
+    def __init__(self, estimator: Contexts, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
         self.estimator, self.name, self.world = estimator, name, World(acceptance)
         self.rng, self.seq = np.random.default_rng(seed), 0
         self.distort: Callable[[StepRecord], StepRecord] = lambda step: step
@@ -62,9 +62,9 @@ class Worker:
         return happened
 
 
-def made(policy: str = "adaptive", limits: Limits = LIMITS) -> Estimator:
-    """An estimator with one context."""
-    estimator = Estimator(policy=policy)
+def made(limits: Limits = LIMITS) -> Contexts:
+    """Estimators of one context."""
+    estimator = Contexts()
     estimator.add_context(KEY, limits)
     return estimator
 

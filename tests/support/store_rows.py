@@ -83,7 +83,7 @@ def moment(seqs: Sequence[int], **changes: Any) -> Commit:
         contexts=[context()],
         workers=[worker(applied)],
         reports=[report(seq) for seq in seqs],
-        states=[StateRow("t", "d", str(applied).encode(), NOW)],
+        states=[StateRow(1, str(applied).encode(), NOW)],
     )
     return replace(whole, **changes)
 

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 
+from speclen.controller.estimator import EstimatorSettings
 from tests.support import fake_vllm
 from tests.support.control_fakes import served
 from tests.support.waiting import PATIENCE_S, until
@@ -51,12 +52,14 @@ def check_reported(scheduler):
 
 
 @contextlib.contextmanager
-def controller(tmp_path, **options):
-    """A controller in a thread of its own, since the test is the engine."""
+def controller(tmp_path, length=2, **options):
+    """A controller in a thread of its own, since the test is the engine. length: that it always selects."""
+    settings = EstimatorSettings(cold_length=length, known_samples=1e9, explored=1e-9)
     ready, ended, found = threading.Event(), threading.Event(), []
 
     async def hold():
         async with served(tmp_path, **options) as each:
+            each.service.estimator.settings = settings
             found.append(each)
             ready.set()
             while not ended.is_set():

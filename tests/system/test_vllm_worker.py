@@ -24,7 +24,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     config = fake_vllm.config(
         scheduler_config__async_scheduling=overlapped, parallel_config__data_parallel_index=replica
     )
-    with controller(tmp_path, policy="fixed:3") as there:
+    with controller(tmp_path, length=3) as there:
         scheduler = joined(scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine"))
         assert isinstance(scheduler, fake_vllm.AsyncScheduler) is overlapped, "as the configuration wants it"
         lengths = serve(scheduler, num_steps=60)
@@ -41,7 +41,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
 
 
 def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
-    with controller(tmp_path, policy="fixed:1") as there:
+    with controller(tmp_path, length=1) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
     until(lambda: not scheduler.steering.control.connected, what="noticed")
     assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
@@ -56,7 +56,7 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
 
 
 def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, scheduler_for):
-    with controller(tmp_path, policy="fixed:3") as there:
+    with controller(tmp_path, length=3) as there:
         for name in ("learn", "table"):  # each takes SLOW_S, in which the controller does nothing else
             act = getattr(there.service, name)
             setattr(there.service, name, lambda *given, act=act: time.sleep(SLOW_S) or act(*given))
@@ -67,10 +67,10 @@ def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, schedul
         assert scheduler.steering.num_reported == 59
 
 
-@pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 5)])
+@pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 2)])
 def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, before, after, last):
     """The controller goes on, and has a table of the engine before it under the same worker's name."""
-    with controller(tmp_path, policy="fixed:5") as there:
+    with controller(tmp_path, length=5) as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_WORKER_ID": "mine"}
         for longest in (before, after):
             config = fake_vllm.config(speculative_config__num_speculative_tokens=longest)
@@ -83,7 +83,7 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
 
 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
-    with controller(tmp_path, policy="fixed:1") as there:
+    with controller(tmp_path, length=1) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4"))
         assert serve(scheduler)[1:] == [4] * 19
         check_reported(scheduler)
@@ -115,7 +115,7 @@ FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode"
 
 
 def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
-    with controller(tmp_path, policy="fixed:3") as there:
+    with controller(tmp_path, length=3) as there:
         scheduler = joined(scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address))
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 

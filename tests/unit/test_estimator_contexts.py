@@ -1,4 +1,4 @@
-"""Contexts of the estimator: kept, replayed, widened and begun anew; isolated workers, and policies that do not learn."""
+"""Contexts of the estimator: kept, replayed, widened and reset; isolated workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
-from speclen.controller.estimator import Estimator, EstimatorSettings, Outcome
+from speclen.controller.estimator import Contexts, Outcome
+from speclen.controller.estimator.workers import MOST_TRACKED
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 
@@ -18,14 +19,14 @@ def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_be
     for number in range(24):
         assert first.serve(SIZES[number % 6], 16) == second.serve(SIZES[number % 6], 16)
         if number % 5 == 0:
-            blob, second.estimator = second.estimator.save(KEY.pair), made()
-            second.estimator.restore(KEY.pair, blob)
-            assert second.estimator.save(KEY.pair) == blob
+            blob, second.estimator = second.estimator.save(KEY), made()
+            second.estimator.restore(KEY, blob)
+            assert second.estimator.save(KEY) == blob
     assert first.estimator.rows(KEY) == second.estimator.rows(KEY)
     assert first.estimator.table(KEY) == second.estimator.table(KEY)
 
 
-class Noted(Estimator):
+class Noted(Contexts):
     """Notes its events, and its decisions with the last group before each."""
 
     def __init__(self) -> None:
@@ -63,12 +64,12 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
     """Of those that are too many to be told apart as well: their evidence lies where a profile's would be put."""
     estimator = made()
-    for number in range(EstimatorSettings.most_tracked + 4):
+    for number in range(MOST_TRACKED + 4):
         Worker(estimator, f"worker-{number}").serve(4, GROUP)
     before = [row.num_steps for row in estimator.rows(KEY)]
     estimator.seed_profile(KEY, profile())
     assert [row.num_steps for row in estimator.rows(KEY)] == before
-    assert sum(before) == GROUP * (EstimatorSettings.most_tracked + 4)
+    assert sum(before) == GROUP * (MOST_TRACKED + 4)
 
 
 def test_a_widened_context_keeps_what_it_uses() -> None:
@@ -115,43 +116,14 @@ def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
     assert len({probe.probe_id for probe in probes}) == len(probes)
 
 
-@pytest.mark.parametrize(("policy", "length"), [("none", 0), ("fixed:3", 3), ("profile", 8)])
-def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -> None:
-    worker = Worker(made(policy))
-    worker.estimator.seed_profile(KEY, profile(draft_s=1e-5, acceptance=0.99))
-    assert worker.serve(1, 160) == [None] * 20
-    assert worker.estimator.table(KEY).arm_for(1) == Arm(length)
-
-
-def test_a_policy_that_does_not_learn_is_that_of_isolated_workers_too() -> None:
-    estimator = made("fixed:3")
-    workers = [Worker(estimator, f"worker-{at}", at, 0.6) for at in range(4)]
-    workers[0].distort = all_accepted
-    for _ in range(60):
-        for worker in workers:
-            worker.serve(4, GROUP)
-    assert estimator.is_isolated(KEY, "worker-0")
-    assert {choice.arm for choice in estimator.table(KEY, "worker-0").choices} == {Arm(3)}
-
-
-def test_a_policy_that_does_not_learn_goes_on_with_longer_lengths() -> None:
-    worker = Worker(made("fixed:5", limits=Limits(8, 2)))
-    worker.serve(4, 40)
-    decisions = worker.estimator.add_context(KEY, Limits(8, 7))
-    assert [each.arm for each in decisions] == [Arm(5)] * 8
-    assert all(each.previous_ms_per_token and each.ms_per_token for each in decisions)
-
-
 def test_what_is_unknown_is_refused() -> None:
-    with pytest.raises(ValueError, match="best"):
-        Estimator(policy="best")
     with pytest.raises(ValueError, match="state"):
-        made().restore(KEY.pair, b"nothing of ours")
+        made().restore(KEY, b"nothing of ours")
 
 
 def test_contexts_of_one_pair_may_have_other_limits():
     """A context with shorter lengths than another of its pair once raised from the shapes of what they shared."""
-    estimator = Estimator()
+    estimator = Contexts()
     short, long = (ContextKey("target", "draft", device, "float32") for device in ("small", "large"))
     estimator.add_context(short, Limits(8, 2))
     estimator.add_context(long, Limits(16, 6, ngram=True))

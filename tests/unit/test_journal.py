@@ -32,7 +32,7 @@ async def test_durable_follows_the_commit(parts, worker):
     commit = parts.store.last
     assert seqs_of(commit) == [1, 2, 3]
     assert [row.applied_seq for row in commit.workers] == [3]
-    assert [(row.target, row.draft) for row in commit.states] == [KEY.pair]
+    assert [row.context_id for row in commit.states] == [worker.context.context_id]
 
 
 async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts, worker):
@@ -155,19 +155,19 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
+async def test_a_context_that_cannot_be_saved_keeps_no_other_from_it(parts):
     worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
     save = parts.estimator.save
-    parts.estimator.save = lambda pair: 1 / 0 if pair == KEY.pair else save(pair)
+    parts.estimator.save = lambda key: 1 / 0 if key == KEY else save(key)
     parts.send(worker, 1)
     parts.send(other, 1, 2)
     parts.journal.commit()
-    assert [commit.states[0].target for commit, _ in parts.store.commits] == ["t2"]
-    assert list(parts.journal.given_up) == [KEY.pair]
+    assert [commit.states[0].context_id for commit, _ in parts.store.commits] == [other.context.context_id]
+    assert list(parts.journal.given_up) == [KEY]
     await parts.store.land(0)
     parts.journal.max_waiting_reports = 1
     parts.send(worker, 2, 3)
-    await parts.journal.wait_for_room()  # which does not wait for a pair that makes none
+    await parts.journal.wait_for_room()  # which does not wait for a context that makes none
     parts.estimator.save = save
     parts.journal.commit()
     assert (parts.journal.num_reports_dropped, seqs_of(parts.store.last)) == (2, [3])
@@ -182,8 +182,8 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
     await parts.store.land()
     parts.send(worker, 2)
     parts.journal.commit()
-    first, second = (commit for commit, _ in parts.store.commits)
-    assert (first.replaced_contexts, second.replaced_contexts) == ((1, 2), (1,))
+    first, other, second = (commit for commit, _ in parts.store.commits)
+    assert [each.replaced_contexts for each in (first, other, second)] == [(1,), (2,), (1,)]
     [row] = second.arm_estimates
     assert (row.context_id, row.speculation_length, row.ngram, row.num_steps, row.is_best) == (1, 2, False, 2, True)
 

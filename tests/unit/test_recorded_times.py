@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from speclen.controller.estimator import Estimator
-from speclen.records import PLAIN, Arm, ContextKey, Limits, OutputEvaluation, StepFlag, StepRecord
+from speclen.records import PLAIN, Arm, Limits, OutputEvaluation, StepFlag, StepRecord
 
 RECORDED = Path(__file__).parents[1] / "data" / "demo_steps.jsonl.gz"
-KEY = ContextKey("target", "draft", "cpu:test", "bfloat16")
 GROUP, LEAST_STEPS = 32, 50
 
 
@@ -36,15 +35,14 @@ def recorded_steps() -> list[StepRecord]:
 
 
 def test_what_is_believed_of_step_times_agrees_with_the_recorded_steps() -> None:
-    estimator, steps = Estimator(), recorded_steps()
-    estimator.add_context(KEY, Limits(32, 8, ngram=True))
+    estimator, steps = Estimator(limits=Limits(32, 8, ngram=True)), recorded_steps()
     recorded: dict[tuple[int, Arm], list[float]] = defaultdict(list)
     for number in range(0, len(steps), GROUP):
-        estimator.observe(KEY, steps[number : number + GROUP], "worker")
+        estimator.observe(steps[number : number + GROUP], "worker")
     for step in steps:
         if not step.flags:
             recorded[step.batch_size, step.arm].append(np.log(step.latency_s))
-    believed = {(row.batch_min, row.arm): np.log(row.step_s) for row in estimator.rows(KEY)}
+    believed = {(row.batch_min, row.arm): np.log(row.step_s) for row in estimator.rows()}
     of_plain, of_ratio = [], []
     for (batch_size, arm), log_s in recorded.items():
         plain = recorded.get((batch_size, PLAIN), [])

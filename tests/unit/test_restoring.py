@@ -58,13 +58,13 @@ def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize("state", [b"", b"\x00\xff", b"[]]", b'[["a", 1]]'])
-def test_a_state_that_is_none_is_set_aside_and_its_contexts_begin_anew(tmp_path, state):
+def test_an_invalid_state_is_set_aside_and_its_context_starts_from_scratch(tmp_path, state):
     stored = saved(tmp_path / "s.db")
-    stored.states[KEY.pair] = state
+    stored.states[1] = state
     estimator, registry, forgotten, [event] = restored(stored, tmp_path / "s.db")
     assert (event.kind, event.content) == ("state_set_aside", state)
     assert "t + d" in event.detail
-    assert [context.key for context in forgotten] == [KEY, ELSEWHERE]
+    assert [context.key for context in forgotten] == [KEY]
     assert estimator.table(KEY).arm_for(1) == Arm(3), "its profile seeds it again"
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
 

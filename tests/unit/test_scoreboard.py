@@ -144,8 +144,8 @@ def test_ablations_are_settings(name: str) -> None:
         ({"world": ["nowhere"]}, "--world: 'nowhere' is unknown: use one of vllm-h200,"),
         ({"ablate": ["nothing"]}, "--ablate: 'nothing' is unknown: use one of probes,"),
         ({"rule": ["best"]}, "--rule: 'best' is unknown: use one of plug-in,"),
-        ({"set_": ["wrong=1"]}, "--set: 'wrong' is not a setting of the estimator: use one of stays,"),
-        ({"set_": ["stays=often"]}, "--set stays=often: could not convert"),
+        ({"set_": ["wrong=1"]}, "--set: 'wrong' is not a setting of the estimator: use one of hysteresis,"),
+        ({"set_": ["hysteresis=often"]}, "--set hysteresis=often: "),
         ({"against": Path("/nowhere")}, "--against /nowhere: not a file that --out wrote"),
     ],
 )

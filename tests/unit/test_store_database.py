@@ -49,13 +49,13 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
         contexts=[context(), context(2, "gpu")],
         workers=[late],
         reports=[report(1, group_id=4), report(4, group_id=6, received_at=NOW + 0.25), report(5, group_id=5)],
-        states=[StateRow("t", "d", b"PK\0\xff", NOW), StateRow("t", "", b"2", NOW + 1)],
+        states=[StateRow(1, b"PK\0\xff", NOW), StateRow(2, b"2", NOW + 1)],
     )
     store = Store.open(written(tmp_path / "s.db", commit))
     assert store.load() == StoredState(
         contexts=(context(), context(2, "gpu")),
         workers=(late,),
-        states={("t", "d"): b"PK\0\xff", ("t", ""): b"2"},
+        states={1: b"PK\0\xff", 2: b"2"},
         last_group_id=6,
         last_profile_id=0,
     )
@@ -73,7 +73,13 @@ def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
     assert sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE or not sqlite3.__name__.startswith("pysqlite3")
 
 
-PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C34}
+PRAGMAS = {
+    "journal_mode": "wal",
+    "synchronous": 2,
+    "foreign_keys": 1,
+    "auto_vacuum": 2,
+    "application_id": APPLICATION_ID,
+}
 
 
 def test_commits_are_answered_in_order_and_by_another_thread(store):

@@ -68,8 +68,8 @@ def test_nonsensical_estimates_are_left_out(store, field, values):
 
 
 def test_an_empty_state_does_not_replace_the_one_before(store):
-    store_now(store, Commit(states=[StateRow("t", "d", b"PK", 1.0)]))
-    store_now(store, Commit(states=[StateRow("t", "d", b"", 2.0)]))
+    store_now(store, Commit(contexts=[context()], states=[StateRow(1, b"PK", 1.0)]))
+    store_now(store, Commit(states=[StateRow(1, b"", 2.0)]))
     assert rows(store.path, "SELECT state, updated_at FROM learned_states") == [(b"PK", 1.0)]
 
 
@@ -157,7 +157,7 @@ REFUSED = [
     {"workers": [worker(2, num_missing=2**64)]},
     {"workers": [worker(-1)]},
     {"workers": [(1, 2, 3)]},
-    {"states": [StateRow("t", "d", b"", 1.0)]},
+    {"states": [StateRow(1, b"", 1.0)]},
     {"contexts": [context(max_batch_size=0)]},
 ]
 

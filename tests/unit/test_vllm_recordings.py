@@ -24,12 +24,11 @@ from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.controller.estimator import Estimator
 from speclen.integrations.vllm.steps import StepTracker, Traits
-from speclen.records import Arm, ContextKey, StepFlag, StepRecord
+from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from tests.support import fake_vllm
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_h200_steps.jsonl.gz"
-KEY = ContextKey("target", "draft", "cuda:NVIDIA H200", "bfloat16")
 PROMPT_TOKENS = 128  # of every request
 SHORT_S = 0.003  # shorter than any step: its result was there before it was asked for
 NEAR, LEAST = 12, 5  # reports before and after one that it is compared with, and the least of them
@@ -147,13 +146,13 @@ def test_what_is_left_out_of_recorded_times_is_wrong(name, num_before, num_after
 
 def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, float]:
     """By recorded batch size, the rate of the learned length over that of the best: by the blocks at fixed lengths."""
-    world, estimator = WORLDS["vllm-h200"], Estimator()
+    world = WORLDS["vllm-h200"]
+    estimator = Estimator(limits=world.limits)
     scene = Scene(world._replace(texts=world.texts._replace(number=4000)), 0, 1.0)
-    estimator.add_context(KEY, world.limits)
     (truth,) = scene.workers[0].truths
     for _, group in groupby(zip(recorded(name), records, strict=True), lambda pair: pair[0].group):
-        estimator.observe(KEY, [record for _, record in group], "vllm")
-    table = estimator.table(KEY)
+        estimator.observe([record for _, record in group], "vllm")
+    table = estimator.table()
     sizes = {step.batch_size for step in recorded(name)}
     return {size: truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes}
 

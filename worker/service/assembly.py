@@ -16,6 +16,7 @@ from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.engine.step_runner import SLOW_STEPS
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.reporting.card import WorkerCard
@@ -55,7 +56,7 @@ def make_control(config: WorkerConfig, pair: ModelPair, prepared: PreparedPair |
         address=config.listen,
         policy=config.policy,
         run_id=config.run_id,
-        probe_steps=4 if prepared.target.slow_changes else 3,
+        probe_steps=SLOW_STEPS + 4 if prepared.target.slow_changes else 3,
     )
     return ControlClient(card, table, follow)
 

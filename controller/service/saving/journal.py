@@ -1,9 +1,9 @@
-"""Commits: about once a second one per pair of models that changed, with all that belongs together.
+"""Commits: about once a second one per context that changed, with all that belongs together.
 
 A commit holds the raw reports learned from since the last one, the estimator's state that contains them and the
 high-water marks that say so; rows and marks are taken when the reports are learned from, on the event loop, so that after
 a crash none knows more than the others. When the store says that it is on disk, the marks become durable_seq. Until then
-the pair's next changes are collected.
+the context's next changes are collected.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from functools import partial
 
 import structlog
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import row_of
-from speclen.records import Decision, DriftEvent, Profile, StepRecord
+from speclen.records import ContextKey, Decision, DriftEvent, Profile, StepRecord
 from speclen.store.database import Store
 from speclen.store.records import (
     Commit,
@@ -48,22 +48,20 @@ MAX_WAITING_REPORTS = 200_000
 # Decisions and drift events kept while the disk is full; they are rare, this only bounds a runaway.
 MAX_EVENTS = 10_000
 
-Pair = tuple[str, str]
-
 
 @dataclass(slots=True)
 class Unsaved:
-    """Changes of one pair of models since its last commit; contexts by context_id, workers by worker_id.
+    """Changes of one context since its last commit; workers by worker_id.
 
     marks: by worker_id a worker, its epoch, and the seq up to which nothing is missing from it in this commit.
     """
 
     since: float
+    context: Context
     reports: list[tuple[object, ...]] = field(default_factory=list)
     num_reports_dropped: int = 0
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     marks: dict[str, tuple[Worker, int, int]] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
     decisions: deque[DecisionRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     profiles: list[ProfileRow] = field(default_factory=list)
@@ -74,20 +72,20 @@ class Unsaved:
         self.num_reports_dropped += newer.num_reports_dropped
         for name in ("reports", "decisions", "drift_events", "profiles", "limits"):
             getattr(self, name).extend(getattr(newer, name))
-        for name in ("workers", "marks", "contexts"):
+        for name in ("workers", "marks"):
             getattr(self, name).update(getattr(newer, name))
 
 
 class Journal:
     """Collects on the event loop, hands over to the store, and moves high-water marks when the disk has answered.
 
-    given_up: why, by pair, until a later commit of it lands.
+    given_up: why, by context, until a later commit of it lands.
     """
 
     def __init__(
         self,
         store: Store,
-        estimator: Estimator,
+        estimator: Contexts,
         clock: Callable[[], float],
         interval_s: float = 1.0,
         last_profile_id: int = 0,
@@ -100,10 +98,10 @@ class Journal:
         self.num_commits = 0
         self.num_failed_commits = 0
         self.num_reports_dropped = 0
-        self.given_up: dict[Pair, Exception] = {}
+        self.given_up: dict[ContextKey, Exception] = {}
         self._profile_ids = itertools.count(last_profile_id + 1)
-        self._unsaved: dict[Pair, Unsaved] = {}
-        self._in_flight: dict[Pair, Unsaved] = {}
+        self._unsaved: dict[ContextKey, Unsaved] = {}
+        self._in_flight: dict[ContextKey, Unsaved] = {}
         self._num_collected = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -112,11 +110,10 @@ class Journal:
     # Changes.
 
     def note_context(self, context: Context) -> Unsaved:
-        """Have the context's rows written anew; returns what is unsaved of its pair."""
-        unsaved = self._unsaved.get(context.key.pair)
+        """Have the context's rows written again; returns what is unsaved of it."""
+        unsaved = self._unsaved.get(context.key)
         if unsaved is None:
-            unsaved = self._unsaved[context.key.pair] = Unsaved(self.clock())
-        unsaved.contexts[context.context_id] = context
+            unsaved = self._unsaved[context.key] = Unsaved(self.clock(), context)
         return unsaved
 
     def note_worker(self, worker: Worker) -> None:
@@ -144,7 +141,7 @@ class Journal:
         return bool(self.given_up) or not self.store.health().ok
 
     def _drop_oldest(self) -> None:
-        """Of the pair with the most rows."""
+        """Drop the oldest rows of the fullest context."""
         fullest = max(self._unsaved.values(), key=lambda unsaved: len(unsaved.reports))
         num = min(self._num_collected - self.max_waiting_reports, len(fullest.reports))
         del fullest.reports[:num]
@@ -187,60 +184,59 @@ class Journal:
         while True:
             await settle()
             spent_s = 0.0
-            for pair in list(self._unsaved):
+            for key in list(self._unsaved):
                 started = time.perf_counter()
-                self._launch(pair)
+                self._launch(key)
                 spent_s += time.perf_counter() - started
-                await asyncio.sleep(0)  # answers go out between two pairs
+                await asyncio.sleep(0)  # answers go out between two contexts
             await asyncio.sleep(max(self.interval_s, spent_s / MAX_SHARE))
             self._look_for_room()
 
     def commit(self) -> None:
-        """Hand everything unsaved to the store, but for pairs whose last commit is not on the disk yet."""
-        for pair in list(self._unsaved):
-            self._launch(pair)
+        """Hand everything unsaved to the store, but for contexts whose last commit is not on the disk yet."""
+        for key in list(self._unsaved):
+            self._launch(key)
 
-    def _launch(self, pair: Pair) -> None:
-        """Hand what is unsaved of a pair to the store, with the state of this moment."""
-        if pair in self._in_flight:
+    def _launch(self, key: ContextKey) -> None:
+        """Hand what is unsaved of a context to the store, with the state of this moment."""
+        if key in self._in_flight:
             return
-        changes = self._in_flight[pair] = self._unsaved.pop(pair)
+        changes = self._in_flight[key] = self._unsaved.pop(key)
         try:
-            commit = self._commit_of(pair, changes)
-        except Exception as error:  # a fault in one pair must not keep the others from being saved
-            log.exception("what was learned of a pair cannot be saved", target=pair[0], draft=pair[1])
-            self._land(pair, error)
+            commit = self._commit_of(changes)
+        except Exception as error:  # a fault in one context must not keep the others from being saved
+            log.exception("what was learned of a context cannot be saved", context=str(key))
+            self._land(key, error)
             return
-        self.store.submit(commit, self._landing(pair))
+        self.store.submit(commit, self._landing(key))
 
-    def _landing(self, pair: Pair) -> Callable[[Exception | None], None]:
+    def _landing(self, key: ContextKey) -> Callable[[Exception | None], None]:
         loop = asyncio.get_running_loop()
 
         def on_done(error: Exception | None) -> None:  # on the store's thread
             # The loop may have closed: then no caller waits for the answer.
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._land, pair, error)
+                loop.call_soon_threadsafe(self._land, key, error)
 
         return on_done
 
-    def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
-        now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
+    def _commit_of(self, changes: Unsaved) -> Commit:
+        now, context, estimator = self.clock(), changes.context, self.estimator
         return Commit(
             contexts=[
                 filled(
                     ContextRow,
-                    *(each, each.key, each.limits),
-                    decision_version=estimator.table(each.key).version,
+                    *(context, context.key, context.limits),
+                    decision_version=estimator.table(context.key).version,
                     updated_at=now,
                 )
-                for each in contexts
             ],
             workers=list(changes.workers.values()),
             reports=changes.reports,
-            acceptance=rows.acceptance_rows(estimator, pair, now),
-            arm_estimates=[row for each in contexts for row in rows.estimate_rows(estimator, each, now)],
-            replaced_contexts=tuple(changes.contexts),
-            states=[StateRow(*pair, estimator.save(pair), now)],
+            acceptance=rows.acceptance_rows(estimator, context, now),
+            arm_estimates=rows.estimate_rows(estimator, context, now),
+            replaced_contexts=(context.context_id,),
+            states=[StateRow(context.context_id, estimator.save(context.key), now)],
             decisions=changes.decisions,
             drift_events=changes.drift_events,
             profiles=changes.profiles,
@@ -248,24 +244,24 @@ class Journal:
             num_reports_dropped=changes.num_reports_dropped,
         )
 
-    def _land(self, pair: Pair, error: Exception | None) -> None:
+    def _land(self, key: ContextKey, error: Exception | None) -> None:
         """The store has answered. All of a commit that was given up goes into the next.
 
         A report that the database refused is in the estimates alone; its worker gets that as a refusal, and forgets it.
         """
-        changes = self._in_flight.pop(pair)
+        changes = self._in_flight.pop(key)
         refused = error.seqs if isinstance(error, ReportsRefusedError) else {}
         failure = None if refused else error
         if failure is None:
             self._num_collected -= len(changes.reports)
             self.num_commits += 1
-            self.given_up.pop(pair, None)
+            self.given_up.pop(key, None)
         else:
             self.num_failed_commits += 1
-            self.given_up[pair] = failure
+            self.given_up[key] = failure
             log.error("a commit was given up, all of it goes into the next", reason=str(failure))
-            changes.add(self._unsaved.pop(pair, Unsaved(changes.since)))
-            self._unsaved[pair] = changes
+            changes.add(self._unsaved.pop(key, Unsaved(changes.since, changes.context)))
+            self._unsaved[key] = changes
         for worker, epoch, seq in changes.marks.values():
             if worker.worker_key in refused:
                 worker.note_refusals(len(refused[worker.worker_key]), str(error))

@@ -7,13 +7,13 @@ cannot be used is set aside as a store event, and its contexts begin anew, from 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import structlog
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.controller.service.registry import Context, Registry
 from speclen.controller.service.saving import rows
 from speclen.store.connection import connect_reader
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 def restore(
-    estimator: Estimator, registry: Registry, stored: StoredState, database: Path
+    estimator: Contexts, registry: Registry, stored: StoredState, database: Path
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Go on where the stored state stopped; returns contexts that begin anew, and what could not be used."""
     contexts = {
@@ -36,7 +36,7 @@ def restore(
     for context in contexts.values():
         estimator.add_context(context.key, context.limits)
         _seed(estimator, context, profiles)
-    forgotten, aside = _restore_states(estimator, list(contexts.values()), stored.states)
+    forgotten, aside = _restore_states(estimator, contexts, stored.states)
     for worker in stored.workers:
         aside += _restore_worker(registry, worker, contexts[worker.context_id])
     for context in forgotten:
@@ -45,25 +45,23 @@ def restore(
 
 
 def _restore_states(
-    estimator: Estimator, contexts: Sequence[Context], states: Mapping[tuple[str, str], bytes]
+    estimator: Contexts, contexts: Mapping[int, Context], states: Mapping[int, bytes]
 ) -> tuple[list[Context], list[StoreEventRow]]:
-    """Give the estimator the state of every pair; returns contexts that begin anew, and unusable states."""
+    """Give the estimator the state of every context; returns those that start from scratch, and unusable states."""
     forgotten: list[Context] = []
     aside: list[StoreEventRow] = []
-    for pair in dict.fromkeys(context.key.pair for context in contexts):
-        members = [context for context in contexts if context.key.pair == pair]
+    for context_id, context in contexts.items():
         try:
-            estimator.restore(pair, states[pair])
+            estimator.restore(context.key, states[context_id])
         except Exception as error:  # whatever is stored must not keep a controller from starting
-            aside.append(set_aside(f"state of {pair[0]} + {pair[1]}", error, states.get(pair, b"")))
-            forgotten += members
-            for context in members:
-                estimator.start_anew(context.key, "its stored state cannot be used")
+            aside.append(set_aside(f"state of {context.key}", error, states.get(context_id, b"")))
+            forgotten.append(context)
+            estimator.start_anew(context.key, "its stored state cannot be used")
     return forgotten, aside
 
 
-def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]) -> None:
-    """Seed a context from its profiles. Those of policies that do not learn are not in the estimator's state."""
+def _seed(estimator: Contexts, context: Context, profiles: Iterable[ProfileRow]) -> None:
+    """Seed a context from its profiles."""
     for row in profiles:
         if row.context_id == context.context_id:
             estimator.seed_profile(context.key, row.profile)

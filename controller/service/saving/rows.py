@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speclen.controller.estimator import Estimator
+from speclen.controller.estimator import Contexts
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.records import Decision, Limits
@@ -29,15 +29,15 @@ def worker_of(row: WorkerRow, context: Context) -> Worker:
     )
 
 
-def estimate_rows(estimator: Estimator, context: Context, now: float) -> list[ArmEstimateRow]:
+def estimate_rows(estimator: Contexts, context: Context, now: float) -> list[ArmEstimateRow]:
     """The learned table of a context."""
     more = {"context_id": context.context_id, "updated_at": now}
     return [filled(ArmEstimateRow, each, each.arm, **more) for each in estimator.rows(context.key)]
 
 
-def acceptance_rows(estimator: Estimator, pair: tuple[str, str], now: float) -> list[AcceptanceRow]:
-    survival = enumerate(estimator.survival(pair), start=1)
-    return [AcceptanceRow(*pair, position, chance, num_trials, now) for position, (chance, num_trials) in survival]
+def acceptance_rows(estimator: Contexts, context: Context, now: float) -> list[AcceptanceRow]:
+    survival = enumerate(estimator.survival(context.key), start=1)
+    return [AcceptanceRow(context.context_id, position, *each, now) for position, each in survival]
 
 
 def decision_row(context: Context, decision: Decision, after_group_id: int, now: float) -> DecisionRow:
