@@ -396,9 +396,9 @@ class Estimator:
             self._believed.clear()
         times = [worker.times for worker in self._of(name, 0) if len(worker.times.cells)]
         if times and float(np.mean([each.surprise for each in times])) > s.surprise:  # a part of the step has changed
-            for each in times:
-                each.fade(0.1)
-                each.surprise = 1.0
+            for changed in times:
+                changed.fade(0.1)
+                changed.surprise = 1.0
         prior, group.profile_share = self._profile_weight(name)
         information, moment = self._evidence(name)
         profiled = group.profile_share * self._profiled.reshape(-1)[state.cells.numbers]
