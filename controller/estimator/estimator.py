@@ -284,7 +284,7 @@ class Estimator:
                     raise ValueError(f"{what} {value} of the profile is beyond the context's limit of {most}")
         if not state.num_reports:
             if profile.survival:
-                self.guess(profile.survival, 4.0 * self.settings.prior_trials)
+                self.guess(profile.survival, 2.0 * self.settings.prior_trials)
             if len(profile.cells) > 1:
                 sizes = [cell.batch_size for cell in profile.cells]
                 state.prior, state.profiled = prior_of(profile, self.settings), (min(sizes), max(sizes))
@@ -397,7 +397,7 @@ class Estimator:
         times = [worker.times for worker in self._of(name, 0) if len(worker.times.cells)]
         if times and float(np.mean([each.surprise for each in times])) > s.surprise:  # a part of the step has changed
             for changed in times:
-                changed.fade(0.1)
+                changed.fade(0.3)
                 changed.surprise = 1.0
         prior, group.profile_share = self._profile_weight(name)
         information, moment = self._evidence(name)

@@ -157,12 +157,13 @@ def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, floa
     return {size: truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes}
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.88), ("b", 0.98)])
+@pytest.mark.parametrize(("name", "least"), [("a", 0.93), ("b", 0.99)])
 def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name, least):
-    """Mean over steps: 0.96 and 1.00; with the flags that were recorded, 0.96 and 0.87.
+    """Mean over steps: 0.94 and 1.00.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for
     one step.
     """
     reports = [report._replace(seq=number) for number, report in enumerate(replayed(name), 1)]
-    assert min(worth_of_learned(name, reports).values()) > least
+    worth = worth_of_learned(name, reports)
+    assert sum(worth[report.batch_size] for report in reports) / len(reports) > least
