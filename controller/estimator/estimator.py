@@ -219,18 +219,24 @@ class Estimator:
         records, who.waiting = who.waiting, []
         ranges = self._grid.range_of[[record.batch_size for record in records]].tolist()
         state.traffic.count(records, ranges)
-        tokens = who if worker in state.workers.tracked else state.workers.shared
-        tokens.tokens.add(records, self._estimates[name].ratios, s)
+        tokens = (who if worker in state.workers.tracked else state.workers.shared).tokens
+        tokens.add(records, self._estimates[name].ratios, s)
+        events = [self._changed(tokens, *change) for change in tokens.changes(s)]
         self._earn(name, who, records, ranges)
         usable = [(at, record) for at, record in zip(ranges, records, strict=True) if not record.flags]
         for first in range(0, len(usable), CHUNK):
             self._learn_times(name, who, usable[first : first + CHUNK])
-        events: list[DriftEvent] = []
         if worker in state.workers.tracked and who.is_due:
-            events = self._compare(who)
+            events += self._compare(who)
             name = self._group_name(worker)
         state.groups[name].num_learned += len(records)
         return self._choose(name, events, "more tokens per second are expected")
+
+    def _changed(self, tokens: TokenEvidence, kind: int, statistic: float) -> DriftEvent:
+        """Forget what was learned of a class before its text changed."""
+        tokens.forget(kind)
+        text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
+        return DriftEvent(self.key, "acceptance", statistic, text)
 
     def _learn_times(self, name: str, worker: Worker, usable: Sequence[tuple[int, StepRecord]]) -> None:
         state, grid = self._state, self._grid
@@ -284,7 +290,7 @@ class Estimator:
                     raise ValueError(f"{what} {value} of the profile is beyond the context's limit of {most}")
         if not state.num_reports:
             if profile.survival:
-                self.guess(profile.survival, 2.0 * self.settings.prior_trials)
+                self.guess(profile.survival, 4.0 * self.settings.prior_trials)
             if len(profile.cells) > 1:
                 sizes = [cell.batch_size for cell in profile.cells]
                 state.prior, state.profiled = prior_of(profile, self.settings), (min(sizes), max(sizes))
@@ -367,7 +373,7 @@ class Estimator:
         for each in names:
             is_new = each not in self._estimates
             before = state.groups[each].selection.arms
-            events = events + self._solve(each)
+            self._solve(each)
             known = self._known()
             changed = state.groups[each].selection.choose(self._estimates[each], known, self.settings)
             why = events[0].detail if events else reason
@@ -384,8 +390,8 @@ class Estimator:
         known: np.ndarray = total[high] - total[low] >= self.settings.known_samples
         return known | ((grid.high >= state.profiled[0]) & (grid.low <= state.profiled[1]))
 
-    def _solve(self, name: str) -> list[DriftEvent]:
-        """Estimate again for a group; returns changes of the text."""
+    def _solve(self, name: str) -> None:
+        """Estimate again for a group."""
         state, s = self._state, self.settings
         group, before = state.groups[name], state.cells
         state.cells = state.workers.trim(before, s.max_cells)
@@ -409,17 +415,10 @@ class Estimator:
                 break
         workers = self._of(name, 1)
         total = TokenEvidence.sum_of([worker.tokens for worker in workers])
-        events = []
-        for kind, statistic in total.changes(s):
-            for tokens in (total, *(worker.tokens for worker in workers)):
-                tokens.forget(kind)
-            text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
-            events.append(DriftEvent(self.key, "acceptance", statistic, text))
         group.ratios = ratios_of(total, self._unseen(), state.survival_trials or s.prior_trials, s)
         group.load = state.traffic.load(s.prior_tokens, self._level(name))
         self._believed.pop(name, None)
         self._estimates[name] = self._estimates_of(group)
-        return events
 
     def _estimates_of(self, group: Group) -> Estimates:
         assert group.ratios is not None

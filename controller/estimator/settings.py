@@ -42,7 +42,7 @@ class EstimatorSettings(BaseModel):
     profile_sd: float = _field(0.1, "standard deviation of a profile's log step times before live ones are seen")
     # Tokens per step.
     first_accepted: float = _field(0.7, "acceptance of a draft token before anything was seen")
-    prior_trials: float = _field(200.0, "trials that a position's prior counts for: about those of one request")
+    prior_trials: float = _field(100.0, "trials that a position's prior counts for: about those of one request")
     prior_tokens: float = _field(128.0, "tokens that the prior of evaluated outputs counts for: about one output")
     long_memory: float = _field(100.0, "requests over which tokens per step are averaged")
     short_memory: float = _field(8.0, "evaluated outputs over which changed text is looked for")

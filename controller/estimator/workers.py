@@ -26,8 +26,8 @@ SIGNIFICANT = 3.0  # standard deviations
 class Worker:
     """Evidence of one worker. apart: differs from the others in step times, in tokens.
 
-    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, and its
-    variance, [2, classes]. batch_size: of its newest step. spare: exploration that it has earned, in steps. waiting: its
+    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, drafted
+    and with n-grams alone, and its variance, [2, 2 * classes]. batch_size: of its newest step. spare: exploration that it has earned, in steps. waiting: its
     reports that were not learned from yet.
     """
 
@@ -61,8 +61,11 @@ class Worker:
         self.precision = np.diag(self.times.information).copy()
         ratios = ratios_of(self.tokens, unseen, settings.prior_trials, settings)
         length = min(COMPARED_LENGTH, ratios.expected.shape[2] - 1)
-        trials = self.tokens.positions[0, :, 0, :1].sum(axis=1) + self.tokens.tokens[0]
-        self.speed = np.stack([np.log(ratios.expected[:, 0, length]), 2.0 / np.maximum(trials, 1.0)])
+        drafted = self.tokens.positions[0, :, 0, :1].sum(axis=1) + self.tokens.tokens[0]
+        copied = self.tokens.own[0, :, 0] + self.tokens.alone[0, :, 0]
+        trials = np.concatenate([drafted, copied])
+        speed = np.concatenate([ratios.expected[:, 0, length], ratios.expected[:, 1, 0]])
+        self.speed = np.stack([np.log(speed), 2.0 / np.maximum(trials, 1.0)])
 
     def agrees_in_times(self, other: Worker, most: float) -> bool:
         """True unless step times of both differ by more than a factor, in cells that both have seen."""
