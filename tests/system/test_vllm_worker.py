@@ -163,7 +163,7 @@ def test_engines_of_one_process_and_of_one_host_name_are_different_workers(sched
 
 
 def test_lengths_that_were_learned_are_read_at_the_next_start(tmp_path, scheduler_for):
-    with controller(tmp_path, policy="fixed:3") as there:
+    with controller(tmp_path, length=3) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
         serve(scheduler, num_steps=60)
         check_reported(scheduler)
