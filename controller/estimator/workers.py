@@ -26,9 +26,9 @@ SIGNIFICANT = 3.0  # standard deviations
 class Worker:
     """Evidence of one worker. apart: differs from the others in step times, in tokens.
 
-    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, drafted
-    and with n-grams alone, and its variance, [2, 2 * classes]. batch_size: of its newest step. spare: exploration that it has earned, in steps. waiting: its
-    reports that were not learned from yet.
+    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, drafted and
+    with n-grams alone, and its variance, [2, 2 * classes]. batch_size: of its newest step. spare: exploration that it has
+    earned, in steps. waiting: its reports that were not learned from yet.
     """
 
     times: Evidence
