@@ -21,6 +21,7 @@ from speclen.cli.support.environment import check_environment
 from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
 from speclen.cli.support.output import printing
+from speclen.transport.embedded import DATA_DIR
 from speclen.transport.lifeline import end_with_parent
 
 VERBS: Verbs = {
@@ -57,6 +58,8 @@ CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("profile", "import"): ("controller", *PROTECTION),
     ("up",): PROTECTION,
 }
+# Of `speclen[worker]`: what other verbs do without.
+ENGINE = ("torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn")
 CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
@@ -110,7 +113,7 @@ def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Settings of all clients under each of their verbs: the verb's own first, then the environment's, then [client]'s."""
+    """Settings of several verbs under each of them: the verb's own first, then the environment's, then [client]'s."""
     of_all = defaults.pop("client", {})
     of_all |= {name: value for name in CLIENT_SETTINGS if (value := os.environ.get(f"SPECLEN_CLIENT_{name.upper()}"))}
     for verb, names in CLIENTS.items():
@@ -120,6 +123,11 @@ def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
         given |= {name: of_all[name] for name in names if name in of_all and name not in given}
         if verb == ("top",) and isinstance(given.get("worker"), str):  # the one verb that takes several
             given["worker"] = given["worker"].replace(",", " ").split()
+    if address := os.environ.get("SPECLEN_CONTROLLER"):
+        defaults.setdefault("worker", {}).setdefault("controller", address)
+    if directory := os.environ.get(DATA_DIR):
+        for name in ("controller", "up"):
+            defaults.setdefault(name, {}).setdefault("data_dir", directory)
     return defaults
 
 
@@ -213,6 +221,14 @@ def main() -> None:
             typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in ENGINE:
+            raise
+        print(
+            wrapped(f"speclen: the engine is not installed here ({missing} is missing): pip install 'speclen[worker]'"),
+            file=sys.stderr,
+        )
         sys.exit(2)
     except BrokenPipeError:  # the reader of the output has closed it
         sys.exit(1)

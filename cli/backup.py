@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from speclen.cli.support.database import DB_OPTION, copy_database
+from speclen.cli.support.database import DB_OPTION, HERE, copy_database
 from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
@@ -32,7 +32,7 @@ def backup(
 
 def restore(
     source: Path = typer.Argument(help="Backup file."),
-    db: Path = DB_OPTION,
+    db: Path = typer.Option(HERE, "--db", metavar="FILE", help="Database to write; no controller may run on it."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
 ) -> None:
     """Restore the database from a backup, while no controller runs on it.

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.support.waiting import PATIENCE_S
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="speclen-state-")  # what tests learn stays out of the user's
 if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it: kernels run without a GPU, slowly
 

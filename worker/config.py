@@ -9,6 +9,7 @@ from pathlib import Path
 from speclen.records import PLAIN, Arm, parse_arm
 from speclen.transport.address import check_free
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_file
+from speclen.transport.embedded import EMBEDDED
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
@@ -24,7 +25,9 @@ class WorkerConfig(ServerSecurity):
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting(
-        "127.0.0.1:7070", "Address of the controller; of several, separated by commas, one is chosen; empty: none."
+        EMBEDDED,
+        "Address of the controller; of several, separated by commas, one is chosen; embedded: the one of this machine's "
+        "data directory, which is started if there is none; off: none.",
     )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(

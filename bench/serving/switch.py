@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speclen.transport.embedded import at
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
 
@@ -66,7 +67,7 @@ class Desk:
     async def learn(self, controller: str) -> None:
         """Join the controller at that address with a control client."""
         client = self._client(controller=controller, worker_id="adaptive")
-        self.client, self.connection = client, asyncio.create_task(client.run(controller))
+        self.client, self.connection = client, asyncio.create_task(client.run(at(controller)))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
     async def use(self, policy: str) -> None:

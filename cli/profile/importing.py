@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from speclen.cli.support.client import Client
-from speclen.cli.support.database import DATABASE, reading
+from speclen.cli.support.database import default_database, reading
 from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.whose import identity, owns
 from speclen.controller.config import ControllerConfig
@@ -19,6 +19,7 @@ from speclen.store.backup import is_empty
 from speclen.store.files import is_locked
 from speclen.store.queries import contexts
 from speclen.store.retention import KEEP_REPORTS
+from speclen.transport.embedded import serving
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.models.naming import short_name
@@ -49,15 +50,17 @@ class Destination:
 def find_destination(db: Path, controller: str, client: Client) -> Destination:
     """The controller that keeps `db`, found before anything is measured or loaded. Raises UserError.
 
-    controller: its address; empty: the one that runs on `db`, expected at the default address, or, when none runs on it,
-    one for the moment, so that a profile seeds the estimator in one way only. A controller of another database than one
-    that was named is refused: what it learned is somebody else's.
+    controller: its address; empty: the one that runs on `db`, or, when none does, one for the moment, so that a profile
+    seeds the estimator in one way only. A controller of another database than one that was named is refused: what it
+    learned is somebody else's.
     """
-    named = db.absolute() != DATABASE.absolute()
+    named = db.absolute() != default_database().absolute()
     if not controller:
         if not is_locked(db):
             return Destination(db, "", client)
-        controller, named = ControllerConfig().listen, True
+        if (published := serving(db)) is None:
+            raise UserError(f"the controller that runs on {db} does not say where: give its address with --controller")
+        controller, named = published.address, True
     with client.calling("controller", controller) as channel:
         found = identity(channel, "controller", timeout_s=5.0)
     if named and not owns(found, db):

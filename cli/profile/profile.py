@@ -16,7 +16,7 @@ from speclen.cli.profile.analysis import show as show_tables
 from speclen.cli.profile.document import ProfileDocument, find_profile, read_document, write_document
 from speclen.cli.profile.importing import check_same_context, find_destination, only_context
 from speclen.cli.support.client import client_from
-from speclen.cli.support.database import DATABASE
+from speclen.cli.support.database import DB_OPTION
 from speclen.cli.support.errors import say, user_errors, wrapped
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from, ranges
@@ -39,7 +39,6 @@ app = typer.Typer(
 )
 
 THREADS = typer.Option(0, min=0, help="CPU threads for the models; 0: as many as a worker uses.")
-DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
 CONTROLLER = typer.Option("", help="Address of the controller that takes the profile; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
@@ -63,7 +62,7 @@ def run(
         None, help="File of prompts, one JSON string per line; default: held-out files of Python's library."
     ),
     threads: int = THREADS,
-    db: Path = DB,
+    db: Path = DB_OPTION,
     controller: str = CONTROLLER,
     store: bool = typer.Option(True, help="Give the profile to the controller that owns the database."),
     out: Path | None = typer.Option(None, help="JSON file to write; default: one in `profiles` beside the database."),
@@ -114,7 +113,7 @@ def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budge
 
 
 @app.command()
-def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
+def show(profile: str = PROFILE, db: Path = DB_OPTION, as_json: bool = JSON) -> None:
     """Show a profile: time per token, the lengths that the estimator selects, and acceptance.
 
     Example: speclen profile show latest
@@ -126,7 +125,7 @@ def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
 def plot(
     profile: str = PROFILE,
     out: Path = typer.Option(Path("profile.png"), help="File to draw into: .png, .svg or .pdf."),
-    db: Path = DB,
+    db: Path = DB_OPTION,
 ) -> None:
     """Draw a profile: time per token by length, with the best length of each batch size.
 
@@ -141,7 +140,7 @@ def plot(
 def export(
     profile: str = PROFILE,
     out: Path | None = typer.Option(None, help="File to write; default: print."),
-    db: Path = DB,
+    db: Path = DB_OPTION,
 ) -> None:
     """Write a profile as JSON, for another machine to import or a worker to start from.
 
@@ -166,7 +165,7 @@ def import_(
         help="Accept one of another context, as a starting point only.",
     ),
     threads: int = THREADS,
-    db: Path = DB,
+    db: Path = DB_OPTION,
     controller: str = CONTROLLER,
     as_json: bool = JSON,
     **settings: Any,

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.errors import UserError, say, user_errors
 from speclen.store.backup import copy
 from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal
+from speclen.transport.embedded import DATA_DIR, DATABASE_NAME, data_directory
 
-DATABASE = Path(".speclen") / "speclen.db"
-DB_OPTION = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
+HERE = Path(".speclen") / DATABASE_NAME  # where `speclen up` and `speclen controller` keep theirs
+
+
+def default_database() -> Path:
+    """The database of a verb without --db: by SPECLEN_* variables, in this folder, else the embedded controller's.
+
+    Raises UserError where this user has no home.
+    """
+    if named := os.environ.get("SPECLEN_CONTROLLER_DB"):
+        return Path(named)
+    if folder := os.environ.get("SPECLEN_CONTROLLER_DATA_DIR"):
+        return Path(folder) / DATABASE_NAME
+    if DATA_DIR not in os.environ and HERE.exists():
+        return HERE
+    with user_errors():
+        return data_directory() / DATABASE_NAME
+
+
+def named_or_default(db: Path | None) -> Path:
+    """The database of a verb; one that was not named is said."""
+    if db is None:
+        db = default_database()
+        say(f"database {db}")
+    return db
+
+
+DB_OPTION: Any = typer.Option(
+    None,
+    "--db",
+    metavar="FILE",
+    callback=named_or_default,
+    help="Database of a controller, running or not; default: the one in .speclen here, else in this user's state directory.",
+)
 
 
 def reading(path: Path) -> AbstractContextManager[Connection]:

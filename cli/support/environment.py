@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from speclen.cli.support.errors import UserError
 
-OTHERS = ("SPECLEN_CONFIG", "SPECLEN_CONTROLLER", "SPECLEN_TEST_DEVICE")  # no settings of a verb
+OTHERS = ("SPECLEN_CONFIG", "SPECLEN_CONTROLLER", "SPECLEN_DATA_DIR", "SPECLEN_TEST_DEVICE")  # of no single verb
 
 # What Kubernetes puts into every pod for a service whose name begins with speclen: SPECLEN_SERVICE_HOST,
 # SPECLEN_WORKER_PORT_7080_TCP_ADDR, SPECLEN_PORT and so on.

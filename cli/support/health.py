@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
+from speclen.transport.health import SERVING, STATUSES, check
 
 
 def problem(kind: str, address: str) -> str:
@@ -19,11 +19,10 @@ def problem(kind: str, address: str) -> str:
     client = Client()
     with client.channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+            status = check(channel, timeout_s=3.0)
         except grpc.RpcError as error:
             return client.explain(error, kind, address)
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return "" if name == "SERVING" else f"the {kind} at {address} is {name}"
+    return "" if status == SERVING else f"the {kind} at {address} is {STATUSES.get(status, status)}"
 
 
 if __name__ == "__main__":

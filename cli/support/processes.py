@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.whose import identity, occupant
+from speclen.transport.health import SERVING, check
 from speclen.transport.lifeline import start_tied
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
@@ -131,14 +131,14 @@ class Child:
         says_so = self.process is not None and f" serving on {self.address}" in self._logged()
         with self.client.channel(self.address) as channel:
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                status = check(channel, timeout_s=1.0)
                 found = identity(channel, self.kind) if self.run_id else None
             except grpc.RpcError as error:
                 self._give_up_if_hopeless(error, says_so)
                 return False
         if found is not None and found.run_id != self.run_id:
             raise UserError(f"{self.address} is taken by {occupant(self.address, self.client)}: choose another address")
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return status == SERVING
 
     def _give_up_if_hopeless(self, error: grpc.RpcError, says_so: bool) -> None:
         """says_so: it said that it serves before it was called, so that no call will ever get through."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from grpc import aio
-from grpc_health.v1 import health
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Contexts
@@ -25,6 +24,7 @@ from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
 from speclen.store.retention import Retention
 from speclen.transport.aio import SERVER_OPTIONS
+from speclen.transport.health import Health
 from speclen.transport.servers import create_server
 from speclen.transport.supervision import Supervisor
 from speclen.transport.version import installed_version
@@ -60,7 +60,7 @@ class Running:
     journal: Journal
     server: aio.Server
     port: int
-    health: health.aio.HealthServicer
+    health: Health
     stored: StoredState
     supervisor: Supervisor
 

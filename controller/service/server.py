@@ -8,17 +8,19 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
-from grpc_health.v1 import health
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import SERVICE, Running, create, open_store
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.transport.address import check_free
-from speclen.transport.servers import NOT_SERVING, SERVING, probed, set_health
+from speclen.transport.embedded import published, until_unused
+from speclen.transport.health import NOT_SERVING, SERVING, Health
+from speclen.transport.servers import probed, set_health
 from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, stop_event
 
 log = structlog.get_logger()
@@ -96,7 +98,7 @@ def unstored(controller: Running, store: Store) -> str:
     return "; ".join(dict.fromkeys(map(str, controller.journal.given_up.values())))
 
 
-async def watch_store(store: Store, health_servicer: health.aio.HealthServicer) -> None:
+async def watch_store(store: Store, health_servicer: Health) -> None:
     """Keep the store's health, and the log, up to date for ever. Raises PartFailedError when the store has ended."""
     was_ok, num_lost = None, 0
     while True:
@@ -144,12 +146,23 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
         )
         controller.supervisor.watch_loop()
         try:
-            await controller.supervisor.wait(stopping)
+            with published(config.database, f"{host}:{controller.port}"):
+                if config.embedded:
+                    controller.supervisor.start("the watch for users", stop_when_unused(config.database, stopping))
+                await controller.supervisor.wait(stopping)
         except PartFailedError as error:
             await give_up(controller, error)
         log.info("stopping")
     if page is not None:  # after the end of supervision, which would take it for a failure
         page.server.shutdown()
+
+
+async def stop_when_unused(database: Path, stopping: asyncio.Event) -> None:
+    """Ask the process to stop once no program uses the embedded controller."""
+    await until_unused(database)
+    log.info("no program uses this controller any more")
+    stopping.set()
+    await asyncio.Event().wait()  # until cancelled
 
 
 def show_page(controller: Running, config: ControllerConfig) -> Any:

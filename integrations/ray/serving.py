@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -17,20 +17,17 @@ from starlette.types import ASGIApp
 
 from speclen.integrations.ray.calls import ServeCall, check_token
 from speclen.transport.credentials import Keyring
+from speclen.transport.embedded import FindController
 from speclen.transport.supervision import PartFailedError
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.guard import Guard, allow_origins
-from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.server import Parts, drain, make_parts, start_engine
 
 log = structlog.get_logger()
-
-LOOK_S = 1.0  # between two looks where the controller is
-FindController = Callable[[], Awaitable[str]]
 
 
 class ServedWorker:
@@ -48,8 +45,9 @@ class ServedWorker:
         """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
         worker = cls(config, await make_parts(config, lambda words: log.info(words, worker=config.worker_id)))
         supervisor = worker.supervisor
-        supervisor.keep("report buffer", worker.control.keep_bounded)  # while no controller is found, too
-        supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
+        security = config.controller_security()
+        reporting = functools.partial(worker.control.run, find_controller, security.credentials(), security.metadata())
+        supervisor.keep("reporting", reporting)
         supervisor.watch_loop()
         return worker
 
@@ -96,18 +94,3 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)
         keyring = Keyring([])
     return allow_origins(Guard(create_app(front), keyring, front.engine.metrics.refuse), config.http_origins())
-
-
-async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:
-    """Report for ever to the controller, wherever it is placed. find: its address; raises while it is started again."""
-    security = config.controller_security()
-    credentials, metadata = security.credentials(), security.metadata()
-    while True:
-        address = await find()
-        reporting = asyncio.create_task(control.run(address, credentials, metadata))
-        try:
-            while await find() == address and not reporting.done():
-                await asyncio.sleep(LOOK_S)
-        finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)

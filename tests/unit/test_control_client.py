@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 
 from speclen.records import Arm, StepFlag
+from speclen.transport.embedded import at
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.arm_chooser import ArmChoice
@@ -74,7 +75,7 @@ async def joined(controller: FakeController, **options) -> AsyncIterator[Control
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     control = client(**options)
-    task = asyncio.create_task(control.run(f"127.0.0.1:{port}"))
+    task = asyncio.create_task(control.run(at(f"127.0.0.1:{port}")))
     try:
         await until(lambda: control.connected)
         yield control

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.house import arrows_between_rooms, imports_of
+from speclen.cli.app import VERBS
 
 ROOT = Path(__file__).parents[2]
 ARROWS = arrows_between_rooms()
@@ -92,10 +93,24 @@ def test_the_estimator_is_pure():
     assert not loaded_by(*names, "controller.analysis.replay", "controller.analysis.explain") & HEAVY
 
 
-def test_light_programs_never_import_torch():
-    modules = ["controller.service.server", "store", "worker.config"]
-    modules += ["cli.app", "cli.controller", "cli.generate", "cli.up.up", "cli.worker"]
-    assert not loaded_by(*modules) & {"torch", "transformers"}
+# What the base package goes without: the engine's, and what its other extras bring.
+EXTRAS = {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn"}
+EXTRAS |= {
+    "httptools",
+    "jinja2",
+    "openvino",
+    "llguidance",
+    "matplotlib",
+    "datasette",
+    "grpc_health",
+    "grpc_reflection",
+    "ray",
+}
+
+
+def test_the_base_package_runs_without_its_extras():
+    verbs = [module.removeprefix("speclen.") for module, *_ in VERBS.values()]
+    assert loaded_by("controller.service.server", "store.backup", "worker.config", *verbs, missing=EXTRAS)
 
 
 def test_vllms_process_loads_neither_our_torch_nor_our_engine():

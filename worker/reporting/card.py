@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from speclen.records import Limits
+from speclen.transport.embedded import EMBEDDED, OFF, EmbeddedController, FindController, at
 from speclen.v1 import control_pb2 as pb
 
 
@@ -59,8 +60,16 @@ class WorkerCard:
 
 
 def controllers(addresses: str) -> list[str]:
-    """HOST:PORT, one or several with commas between; none for none."""
-    return [each.strip() for each in addresses.split(",") if each.strip()]
+    """HOST:PORT, one or several with commas between; none for none, and for the embedded one."""
+    return [each.strip() for each in addresses.split(",") if each.strip() and addresses not in (EMBEDDED, OFF)]
+
+
+def finder(addresses: str, context: pb.ContextKey) -> FindController | None:
+    """Finds the controller of a worker; None for a worker without one."""
+    if addresses == EMBEDDED:
+        return EmbeddedController().address
+    address = controller_of(addresses, context)
+    return at(address) if address else None
 
 
 def controller_of(addresses: str, context: pb.ContextKey) -> str:

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from speclen.records import Probe, StepRecord
+from speclen.transport.embedded import FindController
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.drafting.arm_chooser import ArmChoice
@@ -120,12 +121,15 @@ class ControlClient:
 
     async def run(
         self,
-        target: str,
+        find: FindController,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        """Keep a stream to the controller open until cancelled. Without it the last table stays in use."""
-        stream = ControlStream(self, target, credentials, metadata)
+        """Keep a stream to the controller open until cancelled. Without it the last table stays in use.
+
+        find: asked for the address before every connection.
+        """
+        stream = ControlStream(self, find, credentials, metadata)
         await until_one_fails(self.keep_bounded(), stream.run())
 
     def hand_over(self) -> None:

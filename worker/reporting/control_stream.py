@@ -14,6 +14,7 @@ from grpc import aio
 from speclen.records import StepRecord
 from speclen.transport.address import past_proxies
 from speclen.transport.aio import prepare_aio
+from speclen.transport.embedded import FindController
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
@@ -55,16 +56,17 @@ class StreamClosedError(Exception):
 
 
 class ControlStream:
-    """Streams to one controller, one after another."""
+    """Streams to a controller, one after another; each to where it is found then."""
 
     def __init__(
         self,
         client: ControlClient,
-        target: str,
+        find: FindController,
         credentials: grpc.ChannelCredentials | None,
         metadata: Sequence[tuple[str, str | bytes]],
     ) -> None:
-        self._client, self._target, self._credentials = client, target, credentials
+        self._client, self._find, self._credentials = client, find, credentials
+        self._target = ""  # the address found last
         self._metadata = aio.Metadata(*metadata)
         self._last_answer = 0.0
 
@@ -89,6 +91,10 @@ class ControlStream:
 
     async def _converse_once(self) -> str:
         """One connection from start to end; returns the reason of its end."""
+        try:
+            self._target = await self._find()
+        except Exception as error:  # whatever keeps it from being found may pass
+            return str(error) or type(error).__name__
         try:
             options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
             async with (

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.servers import NOT_SERVING, SERVING, create_server, probed, set_health
+from speclen.transport.health import NOT_SERVING, SERVING, Health
+from speclen.transport.servers import create_server, probed, set_health
 from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends import openvino
@@ -26,7 +26,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import resolve_device, resolve_dtype
 from speclen.worker.observing.metrics import RequestMetrics, WorkerMetrics, page_of
-from speclen.worker.reporting.card import controller_of
+from speclen.worker.reporting.card import finder
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.admission import Admission
@@ -63,7 +63,7 @@ OpenFront = Callable[
 
 async def open_service(
     address: str, servicer: GenerationServicer, security: ServerSecurity
-) -> tuple[aio.Server, int, health.aio.HealthServicer]:
+) -> tuple[aio.Server, int, Health]:
     """Server, port and health of the Generate service. Raises as `create_server`."""
     add = functools.partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
     return await create_server(address, SERVICE, add, security, OPTIONS)
@@ -84,7 +84,7 @@ async def serve(
     credentials, metadata = controller.credentials(), controller.metadata()
     parts = await make_parts(config, progress)
     engine, control, supervisor = parts.engine, parts.control, parts.supervisor
-    config = dataclasses.replace(config, controller=controller_of(config.controller, control.card.context))
+    find = finder(config.controller, control.card.context)
     server, port, health_servicer = await open_service(config.listen, parts.servicer, config)
     # The front ends last, so that its callers get the reason.
     async with (
@@ -94,8 +94,8 @@ async def serve(
         running = start_engine(config, parts)
         await server.start()
         stopping = stop_event()
-        reporting = functools.partial(control.run, config.controller, credentials, metadata)
-        supervisor.keep("reporting", reporting if config.controller else control.keep_bounded)
+        reporting = functools.partial(control.run, find, credentials, metadata) if find else control.keep_bounded
+        supervisor.keep("reporting", reporting)
         supervisor.watch_loop()
         await set_health(health_servicer, SERVICE, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
@@ -144,7 +144,7 @@ async def make_parts(config: WorkerConfig, progress: Callable[[str], None]) -> P
 @contextlib.asynccontextmanager
 async def ending(
     server: aio.Server,
-    health_servicer: health.aio.HealthServicer,
+    health_servicer: Health,
     async_engine: AsyncEngine,
     supervisor: Supervisor,
 ) -> AsyncIterator[None]:

@@ -1,0 +1,296 @@
+"""A controller without an address: the one that serves a data directory of this machine, or a child process of our own.
+
+All programs on a machine that use a data directory share its controller, and the last of them ends it. Files next to the
+database say who is there, by locks that the kernel releases when a process dies, however it dies:
+
+    speclen.db.controller   address of the controller that serves the database; locked by it
+    speclen.db.users        locked, shared, by each program that uses the embedded controller, which ends once nobody does
+    speclen.db.start        locked while a program starts the controller, so that the others join it
+    speclen.db.log          log of the embedded controller
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S
+from speclen.transport.version import installed_version
+
+log = structlog.get_logger()
+
+EMBEDDED, OFF = "embedded", "off"  # in place of a controller's address
+DATA_DIR = "SPECLEN_DATA_DIR"
+DATABASE_NAME = "speclen.db"
+LOOK_S = 0.05  # between two looks at a lock, or for a controller that starts
+UNUSED_LOOK_S = 0.5  # between two looks whether anybody uses the controller
+LOCK_PATIENCE_S = 0.5  # to take a lock that is held for an instant
+START_S = 60.0  # for a child to serve; a large database takes seconds to open
+MOST_LOG_BYTES = 1 << 20  # a longer log is begun again at the next start
+
+FindController = Callable[[], Awaitable[str]]  # HOST:PORT; raises what keeps a controller from being found
+
+
+def at(address: str) -> FindController:
+    """Always this address."""
+
+    async def find() -> str:
+        return address
+
+    return find
+
+
+def data_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """SPECLEN_DATA_DIR, or the user's state directory by XDG. Raises ValueError where there is neither."""
+    if given := environment.get(DATA_DIR):
+        return Path(given).expanduser().absolute()
+    state = Path(environment.get("XDG_STATE_HOME", ""))
+    if state.is_absolute():
+        return state / "speclen"
+    try:
+        return Path.home() / ".local" / "state" / "speclen"
+    except RuntimeError:
+        raise ValueError(f"this user has no home directory for what is learned: name one with {DATA_DIR}") from None
+
+
+def make_directory(directory: Path) -> None:
+    """Make a data directory, for its owner alone. Raises OSError in one sentence where it cannot be used."""
+    way_out = f"name another directory with {DATA_DIR}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = directory.stat().st_uid
+    except OSError as error:
+        raise OSError(f"the data directory {directory} cannot be made ({error.strerror}): {way_out}") from error
+    if owner != os.geteuid():
+        raise OSError(f"the data directory {directory} belongs to another user (uid {owner}): {way_out}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise OSError(f"the data directory {directory} cannot be written: {way_out}")
+
+
+# Who serves a database.
+
+
+class Serving(NamedTuple):
+    """A controller that serves a database."""
+
+    address: str
+    host: str
+    process_id: int
+    version: str
+
+
+@contextlib.contextmanager
+def published(database: Path, address: str) -> Iterator[None]:
+    """Publish that this process serves the database, for the length of a block."""
+    content = Serving(address, socket.gethostname(), os.getpid(), installed_version())
+    try:
+        descriptor = open_beside(database, "controller")
+    except OSError as error:
+        log.warning("other programs will not find this controller by its database", reason=str(error))
+        yield
+        return
+    try:
+        if not lock(descriptor, fcntl.LOCK_EX):
+            log.warning("other programs will not find this controller by its database", reason="its file is locked")
+        else:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(content._asdict()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def serving(database: Path) -> Serving | None:
+    """The controller that serves the database; None if there is none, or it does not publish its address."""
+    try:
+        descriptor = os.open(beside(database, "controller"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if lock(descriptor, fcntl.LOCK_SH, 0.0):
+            return None  # it was left by a process that has ended
+        return Serving(**json.loads(os.read(descriptor, 4096)))
+    except (ValueError, TypeError):
+        return None  # being written
+    finally:
+        os.close(descriptor)
+
+
+def beside(database: Path, what: str) -> Path:
+    """One of our files next to the file that the database's name finally leads to."""
+    real = Path(os.path.realpath(database))
+    return real.with_name(f"{real.name}.{what}")
+
+
+def open_beside(database: Path, what: str) -> int:
+    return os.open(beside(database, what), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def lock(descriptor: int, kind: int, patience_s: float = LOCK_PATIENCE_S) -> bool:
+    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if another process keeps it."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+
+
+async def until_unused(database: Path) -> None:
+    """Return once no program uses the embedded controller of the database; from then on, this process keeps them from it."""
+    descriptor = open_beside(database, "users")
+    while not lock(descriptor, fcntl.LOCK_EX, 0.0):
+        await asyncio.sleep(UNUSED_LOOK_S)
+
+
+# The side of a program that uses it.
+
+
+class EmbeddedController:
+    """Finds the controller of a data directory, and starts one where there is none. For one event loop at a time.
+
+    The controller outlives the program that started it while others use it. Nothing of it runs in this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self._users: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_at = float("-inf")
+        self._pause_s = 0.0
+        self._log_begin = 0
+        self._joined: Serving | None = None
+
+    async def address(self) -> str:
+        """Address of the controller, which is started if there is none; after a growing pause if it was started before.
+
+        Raises ValueError or OSError in one sentence where it cannot be.
+        """
+        database = data_directory(self._environment) / DATABASE_NAME
+        make_directory(database.parent)
+        await self._use(database)
+        if serving(database) is None and self._has_ended():
+            await asyncio.sleep(self._pause())
+        async with locked(database, "start"):
+            found = serving(database) or await self._start(database)
+        if found.host != socket.gethostname():
+            raise OSError(
+                f"{database} is served by a controller on {found.host}: name a directory of this machine with {DATA_DIR}"
+            )
+        if found != self._joined:
+            self._joined = found
+            log.info("what is learned is kept on this machine", database=str(database), controller=found.process_id)
+            if found.version != installed_version():
+                log.warning(
+                    f"the controller of {database} is of speclen {found.version} and this is {installed_version()}: to "
+                    "replace it, end all programs that use it"
+                )
+        return found.address
+
+    def close(self) -> None:
+        """Stop using the controller, which ends if this was the last program."""
+        if self._users is not None:
+            os.close(self._users)
+            self._users = None
+
+    async def _use(self, database: Path) -> None:
+        """Keep the controller from ending. Waits while one is about to."""
+        path = beside(database, "users")
+        if self._users is not None and path.exists() and os.path.samestat(os.fstat(self._users), path.stat()):
+            return
+        self.close()  # the directory was deleted
+        try:
+            descriptor = open_beside(database, "users")
+        except OSError as error:
+            raise OSError(
+                f"{path} cannot be opened ({error.strerror}): name another directory with {DATA_DIR}"
+            ) from error
+        try:
+            while not lock(descriptor, fcntl.LOCK_SH, 0.0):
+                await asyncio.sleep(LOOK_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._users = descriptor
+        os.register_at_fork(after_in_child=self.close)  # a child of this process does not use it
+
+    async def _start(self, database: Path) -> Serving:
+        """Start a controller, unless one that was started has yet to serve. Raises OSError with its last words."""
+        if self._has_ended():
+            self._spawn(database)
+        assert self._child is not None
+        deadline = time.monotonic() + START_S
+        while (found := serving(database)) is None:
+            if self._child.poll() is not None:
+                raise OSError(f"the controller of {database} has ended: {self._last_words(database)}")
+            if time.monotonic() >= deadline:
+                raise OSError(f"the controller of {database} does not serve yet: see {beside(database, 'log')}")
+            await asyncio.sleep(LOOK_S)
+        return found
+
+    def _has_ended(self) -> bool:
+        """True unless a child of this process runs."""
+        return self._child is None or self._child.poll() is not None
+
+    def _pause(self) -> float:
+        """Seconds to wait before a start: none before the first, and before one after a long life."""
+        pause_s = self._pause_s if time.monotonic() - self._started_at < STEADY_S else 0.0
+        self._pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        return pause_s
+
+    def _spawn(self, database: Path) -> None:
+        """Start a child. Raises OSError."""
+        with beside(database, "log").open("ab") as words:
+            if words.tell() > MOST_LOG_BYTES:
+                words.truncate(0)
+            self._log_begin = words.seek(0, os.SEEK_END)
+            self._child = subprocess.Popen(
+                # -P: a folder of this name in the working directory is not ours.
+                [sys.executable, "-P", "-m", "speclen.cli.app", "controller", "--embedded"]
+                + ["--db", str(database), "--listen", "127.0.0.1:0"],
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                start_new_session=True,  # it outlives a Ctrl-C that ends this program
+            )
+        self._started_at = time.monotonic()
+
+    def _last_words(self, database: Path) -> str:
+        """Why the child has ended: the signal that killed it, or the last line that it logged."""
+        assert self._child is not None
+        if (code := self._child.returncode) < 0:
+            return f"it was sent a signal: {signal.strsignal(-code)}"
+        with contextlib.suppress(OSError), beside(database, "log").open("rb") as words:
+            words.seek(self._log_begin)
+            lines = words.read().decode(errors="replace").split("\n")
+            if said := [line for line in lines if line.strip()]:
+                return said[-1].removeprefix("speclen: ").replace("--db", DATA_DIR)
+        return f"its exit code is {code}"
+
+
+@contextlib.asynccontextmanager
+async def locked(database: Path, what: str) -> AsyncIterator[None]:
+    """Hold the lock of one of our files for the length of a block. Waits for it."""
+    descriptor = open_beside(database, what)
+    try:
+        while not lock(descriptor, fcntl.LOCK_EX, 0.0):
+            await asyncio.sleep(LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
