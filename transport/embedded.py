@@ -185,8 +185,6 @@ class EmbeddedController:
         database = data_directory(self._environment) / DATABASE_NAME
         make_directory(database.parent)
         await self._use(database)
-        if serving(database) is None and self._has_ended():
-            await asyncio.sleep(self._pause())
         async with locked(database, "start"):
             found = serving(database) or await self._start(database)
         if found.host != socket.gethostname():
@@ -232,21 +230,18 @@ class EmbeddedController:
 
     async def _start(self, database: Path) -> Serving:
         """Start a controller, unless one that was started has yet to serve. Raises OSError with its last words."""
-        if self._has_ended():
-            self._spawn(database)
-        assert self._child is not None
-        deadline = time.monotonic() + START_S
+        deadline, is_new = time.monotonic() + START_S, False
         while (found := serving(database)) is None:
-            if self._child.poll() is not None:
-                raise OSError(f"the controller of {database} has ended: {self._last_words(database)}")
-            if time.monotonic() >= deadline:
+            if self._child is None or self._child.poll() is not None:
+                if is_new:
+                    raise OSError(f"the controller of {database} has ended: {self._last_words(database)}")
+                await asyncio.sleep(self._pause())
+                self._spawn(database)
+                is_new = True
+            elif time.monotonic() >= deadline:
                 raise OSError(f"the controller of {database} does not serve yet: see {beside(database, 'log')}")
             await asyncio.sleep(LOOK_S)
         return found
-
-    def _has_ended(self) -> bool:
-        """True unless a child of this process runs."""
-        return self._child is None or self._child.poll() is not None
 
     def _pause(self) -> float:
         """Seconds to wait before a start: none before the first, and before one after a long life."""

@@ -1,0 +1,193 @@
+"""An embedded controller outlives whoever started it, ends with the last of its users, and comes back when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speclen.cli.support.client import is_listening
+from speclen.store.database import Store
+from speclen.store.files import is_locked
+from speclen.transport.embedded import EmbeddedController, serving
+from tests.support.addresses import free_address
+from tests.support.control_fakes import CONTEXT, running_controller
+from tests.support.control_parts import client, step
+from tests.support.store_rows import rows
+from tests.support.waiting import on_loop_until, until
+
+# A program that uses the controller: it prints an address at first and after every line that it gets.
+PROGRAM = """
+import asyncio, sys
+from speclen.transport.embedded import EmbeddedController
+
+async def main():
+    controller = EmbeddedController()
+    print("at", await controller.address(), flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print("at", await controller.address(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Program:
+    """A process that uses the embedded controller of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "SPECLEN_DATA_DIR": str(directory)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def address(self) -> str:
+        """The next address that it prints, between lines of its log."""
+        while not (line := self.process.stdout.readline()).startswith("at "):  # type: ignore[union-attr]
+            assert line
+        return line.split()[1]
+
+    def ask(self) -> str:
+        self.process.stdin.write("\n")  # type: ignore[union-attr]
+        self.process.stdin.flush()  # type: ignore[union-attr]
+        return self.address()
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+
+
+@contextlib.contextmanager
+def programs(directory: Path, num: int) -> Iterator[list[Program]]:
+    started = [Program(directory) for _ in range(num)]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.end()
+        until(lambda: serving(directory / "speclen.db") is None, 30, "the controller's end")
+
+
+def process_of(database: Path) -> int:
+    found = serving(database)
+    assert found is not None
+    return found.process_id
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "speclen.db"
+
+
+def test_programs_that_start_at_once_share_one_controller_which_ends_with_the_last(database):
+    with programs(database.parent, 3) as started:
+        addresses = {each.address() for each in started}
+        assert len(addresses) == 1
+        pid = process_of(database)
+        started[0].end()  # one of the three has started it
+        started[1].end(signal.SIGTERM)
+        time.sleep(1.5)
+        assert started[2].ask() in addresses
+        assert process_of(database) == pid
+    until(lambda: not is_locked(database), 30)
+    Store.open(database).close()
+    assert (database.parent / "speclen.db.log").read_text().count(" serving on ") == 1
+
+
+async def test_a_killed_controller_is_started_again_and_its_worker_keeps_the_last_table(database):
+    embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
+    control = client()
+    control.card = replace(control.card, context=CONTEXT)
+    reporting = asyncio.create_task(control.run(embedded.address))
+    try:
+        await on_loop_until(lambda: control.table.source == "controller")
+        for _ in range(2):
+            control.report(step(num_verified_tokens=3))
+            arms, killed = control.table.arms, process_of(database)
+            os.kill(killed, signal.SIGKILL)
+            await on_loop_until(lambda: not control.connected)
+            assert control.table.arms == arms
+            await on_loop_until(lambda: control.connected and not control.buffer)
+            assert process_of(database) != killed
+        assert rows(database, "SELECT count(*) FROM step_reports") == [(2,)]
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        embedded.close()
+    await on_loop_until(lambda: serving(database) is None)
+
+
+async def test_a_deleted_directory_is_made_again(database):
+    embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
+    address = await embedded.address()
+    first = process_of(database)
+    for file in database.parent.iterdir():
+        file.unlink()
+    await on_loop_until(lambda: serving(database) is None)
+    await on_loop_until(lambda: not is_listening(address))
+    await embedded.address()
+    assert process_of(database) != first
+    embedded.close()
+    await on_loop_until(lambda: serving(database) is None)
+
+
+async def test_a_controller_that_was_started_by_hand_is_joined(database):
+    database.parent.mkdir()
+    embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
+    with running_controller(database.parent) as running:
+        assert await embedded.address() == running.address
+    embedded.close()
+    assert not (database.parent / "speclen.db.log").exists()
+
+
+def other_database(database: Path, monkeypatch: Any) -> Any:
+    database.write_text("hello")
+    return contextlib.nullcontext()
+
+
+def taken_port(database: Path, monkeypatch: Any) -> Any:
+    address = free_address()
+    monkeypatch.setenv("SPECLEN_CONTROLLER_METRICS_LISTEN", address)
+    host, port = address.split(":")
+    return socket.create_server((host, int(port)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (other_database, "is damaged .*file is not a database"),
+        (taken_port, "cannot listen on .*: Address already in use"),
+    ],
+)
+async def test_why_a_controller_cannot_run_is_one_line(database, monkeypatch, fault, words):
+    database.parent.mkdir()
+    embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
+    with fault(database, monkeypatch):
+        for _ in range(2):
+            with pytest.raises(OSError, match=f"the controller of {database} has ended: .*{words}") as error:
+                await embedded.address()
+            assert "\n" not in str(error.value)
+    embedded.close()
+
+
+def test_what_an_embedded_controller_learned_is_found_without_arguments(database, tmp_path):
+    with programs(database.parent, 1) as (program,):
+        program.address()
+        environment = {**os.environ, "SPECLEN_DATA_DIR": str(database.parent)}
+        command = [sys.executable, "-m", "speclen.cli.app", "doctor"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stderr == f"database {database}\n"
+        assert "a controller is running" in done.stdout
