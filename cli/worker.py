@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
+from speclen.cli.support.database import HERE
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.whose import check_controller
 from speclen.records import Limits
+from speclen.transport.embedded import EMBEDDED, serving
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
@@ -27,6 +30,9 @@ def worker(**settings: Any) -> None:
     """
     try:
         config = WorkerConfig(**settings)
+        if config.controller == EMBEDDED and (found := serving(HERE)):
+            say(f"joining the controller of {HERE}, which runs at {found.address}")
+            config = replace(config, controller=found.address)
         check_surroundings(config)
         say(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds

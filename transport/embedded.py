@@ -193,7 +193,7 @@ class EmbeddedController:
             )
         if found != self._joined:
             self._joined = found
-            log.info("what is learned is kept on this machine", database=str(database), controller=found.process_id)
+            log.info("what is learned is kept on this machine", database=str(database), process=found.process_id)
             if found.version != installed_version():
                 log.warning(
                     f"the controller of {database} is of speclen {found.version} and this is {installed_version()}: to "

@@ -15,12 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from speclen.cli.support.client import is_listening
+from speclen.cli.support.processes import Child
 from speclen.store.database import Store
 from speclen.store.files import is_locked
 from speclen.transport.embedded import EmbeddedController, serving
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.control_fakes import CONTEXT, running_controller
 from tests.support.control_parts import client, step
@@ -181,6 +185,27 @@ async def test_why_a_controller_cannot_run_is_one_line(database, monkeypatch, fa
                 await embedded.address()
             assert "\n" not in str(error.value)
     embedded.close()
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_alone_learns_and_leaves_nothing_behind_when_it_is_killed(database, folders, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECLEN_DATA_DIR", str(database.parent))
+    address = free_address()
+    models = ["--target", folders[0], "--draft", folders[1], "--device", "cpu"]
+    worker = Child("worker", ["worker", "--listen", address, *models], address, tmp_path / "log")
+    worker.start()
+    try:
+        worker.wait_until_serving(120)
+        with grpc.insecure_channel(address) as channel:
+            request = pb.GenerateRequest(
+                tokenized=pb.TokenizedInput(input_ids=[1, 2]),
+                sampling_params=pb.SamplingParams(max_tokens=40, ignore_eos=True),
+            )
+            list(rpc.GenerationServiceStub(channel).Generate(request, timeout=60))
+        until(lambda: serving(database) and rows(database, "SELECT 1 FROM step_reports LIMIT 1"), 30)
+    finally:
+        worker.stop(timeout_s=0.0)  # SIGKILL
+    until(lambda: not is_locked(database), 30, "the controller's end")
 
 
 def test_what_an_embedded_controller_learned_is_found_without_arguments(database, tmp_path):
