@@ -13,6 +13,7 @@ import structlog
 
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ClientSecurity
+from speclen.transport.embedded import EMBEDDED, OFF
 from speclen.transport.settings import flag
 from speclen.worker.config import parse_policy
 
@@ -28,6 +29,7 @@ LOGGER = "vllm.speclen"  # below vLLM's own, whose handler and level are thereby
 class VllmSettings:
     """Settings that `speclen worker` takes as flags.
 
+    controller: HOST:PORT, or embedded.
     policy: adaptive; profile for the lengths that vLLM was configured with; none or fixed:K. All of them report.
     target, draft: names of the models for the controller; empty for vLLM's own.
     """
@@ -41,7 +43,10 @@ class VllmSettings:
     security: ClientSecurity = SECURITY
 
     def __post_init__(self) -> None:
-        split_address(CONTROLLER, self.controller)
+        if self.controller == OFF:
+            raise ValueError(f"{CONTROLLER} is {OFF}")
+        if self.controller != EMBEDDED:
+            split_address(CONTROLLER, self.controller)
         arm = parse_policy(self.policy)
         if arm is not None and arm.ngram:
             raise ValueError(
@@ -51,9 +56,7 @@ class VllmSettings:
 
 def settings_from(environment: Mapping[str, str]) -> VllmSettings:
     """Raises ValueError, naming variable and value, for what cannot work."""
-    controller = environment.get(CONTROLLER) or environment.get(f"{WORKER}CONTROLLER")
-    if not controller:
-        raise ValueError(f"{CONTROLLER} is not set: give the address of the controller, for example 127.0.0.1:7070")
+    controller = environment.get(CONTROLLER) or environment.get(f"{WORKER}CONTROLLER") or EMBEDDED
     given = {name: value for name in SETTINGS if (value := environment.get(WORKER + name.upper()))}
     files = {name: Path(value) for name in FILES if (value := environment.get(f"{WORKER}CONTROLLER_{name.upper()}"))}
     security = ClientSecurity(**files, prefix="--controller-")

@@ -174,19 +174,20 @@ def learned_by(config: Any) -> dict[int, int]:
 
 def print_learned(key: bytes) -> None:
     """Ask the controller, and print [first size, last size, length] of each best row that rests on samples."""
+    import asyncio
+
     import grpc
 
-    from speclen.integrations.vllm.settings import settings_from
+    from speclen.integrations.vllm.settings import set_up_logs, settings_from
     from speclen.transport.address import past_proxies
+    from speclen.transport.embedded import EMBEDDED, EmbeddedController
     from speclen.v1 import control_pb2 as pb
     from speclen.v1 import control_pb2_grpc as rpc
 
+    set_up_logs()
     settings = settings_from(os.environ)
-    target, credentials, options = (
-        settings.controller,
-        settings.security.credentials(),
-        past_proxies(settings.controller),
-    )
+    target = asyncio.run(EmbeddedController().address()) if settings.controller == EMBEDDED else settings.controller
+    credentials, options = settings.security.credentials(), past_proxies(target)
     channel = (
         grpc.secure_channel(target, credentials, options) if credentials else grpc.insecure_channel(target, options)
     )

@@ -27,6 +27,7 @@ from speclen.integrations.vllm.startup import drafts_chosen
 from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTracker
 from speclen.integrations.vllm.timing import DeviceClock, device_clock
 from speclen.records import Arm, StepRecord
+from speclen.transport.embedded import EMBEDDED, EmbeddedController, FindController, at
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
@@ -55,12 +56,12 @@ class Reporting:
     def __init__(
         self,
         control: ControlClient,
-        address: str,
+        controller: str,
         credentials: grpc.ChannelCredentials | None,
         metadata: Sequence[tuple[str, str | bytes]],
     ) -> None:
         self.control = control
-        self._arguments = (address, credentials, metadata)
+        self._controller, self._security = controller, (credentials, metadata)
         self.tell: Callable[[], None] = lambda: None  # called now and then
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="speclen-reporting", daemon=True)
@@ -81,15 +82,17 @@ class Reporting:
         self._stopping.set()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                asyncio.run(self._until_stopped())
-            except Exception:
-                log.exception("reporting to the controller failed, and starts again", after_s=RESTART_S)
-                self._stopping.wait(RESTART_S)
+        with contextlib.closing(EmbeddedController()) as embedded:
+            find = embedded.address if self._controller == EMBEDDED else at(self._controller)
+            while not self._stopping.is_set():
+                try:
+                    asyncio.run(self._until_stopped(find))
+                except Exception:
+                    log.exception("reporting to the controller failed, and starts again", after_s=RESTART_S)
+                    self._stopping.wait(RESTART_S)
 
-    async def _until_stopped(self) -> None:
-        client = asyncio.create_task(self.control.run(*self._arguments))
+    async def _until_stopped(self, find: FindController) -> None:
+        client = asyncio.create_task(self.control.run(find, *self._security))
         told = time.monotonic()
         while not self._stopping.is_set() and not client.done():
             await asyncio.sleep(0.1)

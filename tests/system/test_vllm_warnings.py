@@ -39,7 +39,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 @pytest.mark.parametrize(
     ("variables", "changes", "named", "way_out"),
     [
-        ({"SPECLEN_CONTROLLER": ""}, {}, "SPECLEN_CONTROLLER", "give the address"),
+        ({"SPECLEN_CONTROLLER": "off"}, {}, "SPECLEN_CONTROLLER", "is off"),
         ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
         ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
         ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),

@@ -4,6 +4,8 @@ The scheduler's hooks run on a base with vLLM's interface (fake_vllm); the contr
 """
 
 import logging
+import os
+import signal
 import socket
 import time
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 
 from speclen.integrations.vllm import settings, startup
 from speclen.integrations.vllm.steering import MIN_SAMPLES
+from speclen.transport.embedded import serving
 from tests.support import fake_vllm
 from tests.support.vllm_serving import NOBODY, check_reported, controller, joined, serve
 from tests.support.waiting import until
@@ -171,3 +174,27 @@ def test_lengths_that_were_learned_are_read_at_the_next_start(tmp_path, schedule
         assert set(learned) <= {*range(1, 9)}
         assert learned[2], "two sequences were served"
         assert startup.learned_by(fake_vllm.config(model_config__enforce_eager=False)) == {}, "another context"
+
+
+def test_without_an_address_a_controller_of_its_own_is_used_and_may_die(tmp_path, scheduler_for):
+    scheduler = joined(scheduler_for(SPECLEN_DATA_DIR=str(tmp_path)))
+    database, control = tmp_path / "speclen.db", scheduler.steering.control
+    for _ in range(2):
+        serve(scheduler)
+        check_reported(scheduler)
+        os.kill(serving(database).process_id, signal.SIGKILL)
+        until(lambda: not control.connected)
+        serve(scheduler)
+        joined(scheduler)
+    scheduler.shutdown()
+    until(lambda: serving(database) is None)
+
+
+def test_a_data_directory_that_cannot_be_used_is_one_warning_and_vllm_serves_on(tmp_path, scheduler_for, caplog):
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
+        scheduler = scheduler_for(SPECLEN_DATA_DIR=str(tmp_path / "file" / "directory"))
+        until(lambda: caplog.records)
+        assert serve(scheduler)[1:] == [5] * 19
+    [told] = caplog.records
+    assert "name another directory with SPECLEN_DATA_DIR" in told.getMessage()

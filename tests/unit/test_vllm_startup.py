@@ -58,7 +58,9 @@ def test_another_scheduler_changes_nothing(arguments, monkeypatch, scheduler):
     assert not structlog.is_configured()
 
 
-@pytest.mark.parametrize("variables", [{}, {"SPECLEN_CONTROLLER": "nowhere"}, {"SPECLEN_WORKER_POLICY": "clever"}])
+@pytest.mark.parametrize(
+    "variables", [{"SPECLEN_CONTROLLER": "off"}, {"SPECLEN_CONTROLLER": "nowhere"}, {"SPECLEN_WORKER_POLICY": "clever"}]
+)
 def test_settings_that_cannot_work_change_nothing(arguments, monkeypatch, variables):
     monkeypatch.delenv("SPECLEN_CONTROLLER")
     for name, value in variables.items():
