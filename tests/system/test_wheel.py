@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,24 @@ def test_what_is_imported_is_declared() -> None:
     outside = found - set(sys.stdlib_module_names) - {"speclen"}
     unnamed = {name for name in outside - HOSTS if normal(DISTRIBUTIONS.get(name, name)) not in declared}
     assert not unnamed
+
+
+# Versions that vLLM 0.32 and 0.33 pin, or may find in their environment: the base package has to take them as they are.
+BESIDE_VLLM = {
+    "protobuf": ["6.33.5", "7.36.1"],
+    "numpy": ["2.2", "2.3.5"],
+    "pydantic": ["2.12.0"],
+    "grpcio": ["1.80.0"],
+}
+PINNED_BY_VLLM = {"torch", "transformers", "fastapi", "llguidance", "huggingface-hub", "tokenizers", "safetensors"}
+
+
+def test_the_base_package_changes_nothing_next_to_vllm() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = {normal(each.name): each for each in map(Requirement, project["dependencies"])}
+    assert not base.keys() & PINNED_BY_VLLM
+    assert not [name for name in base if name.startswith("grpcio-")], "they want a gRPC as new as themselves"
+    assert all(version in base[name].specifier for name, versions in BESIDE_VLLM.items() for version in versions)
 
 
 # Engines that load us, and not the other way round: whoever runs one has it, under one of several names.

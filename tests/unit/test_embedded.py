@@ -1,4 +1,4 @@
-"""Where an embedded controller keeps what it learns, who serves a database, and which one a verb reads."""
+"""Directory of an embedded controller, the controller that serves a database, and the database that a verb reads."""
 
 from __future__ import annotations
 
