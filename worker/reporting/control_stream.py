@@ -104,7 +104,7 @@ class ControlStream:
             ) as channel:
                 await self._converse(rpc.ControlServiceStub(channel))
         except grpc.RpcError as error:
-            return why(error)
+            return why(error, with_advice=not self._client.connected)
         except TimeoutError:
             return f"no answer for {self.silence_s:g} s"
         except StreamClosedError:
@@ -218,9 +218,9 @@ class ControlStream:
         raise TimeoutError
 
 
-def why(error: grpc.RpcError) -> str:
-    """Status and details of an error, with the way out."""
+def why(error: grpc.RpcError, with_advice: bool) -> str:
+    """Status and details of an error. with_advice: and the way out, where no controller was joined yet."""
     if not isinstance(error, aio.AioRpcError):
         return str(error)
-    way_out = WAYS_OUT.get(error.code())
+    way_out = WAYS_OUT.get(error.code()) if with_advice else None
     return f"{error.code().name}: {error.details()}{f'; {way_out}' if way_out else ''}"
