@@ -8,6 +8,7 @@ from typing import Any
 from speclen.cli.support.errors import user_errors
 from speclen.cli.support.flags import flags_from
 from speclen.controller.config import ControllerConfig
+from speclen.transport.embedded import detach, end_when_unused
 
 
 @flags_from(ControllerConfig)
@@ -18,12 +19,17 @@ def controller(**settings: Any) -> None:
     """
     with user_errors((ValueError, OSError)):
         config = ControllerConfig(**settings)
+        serves = detach() if config.embedded else None
+        if config.embedded:
+            end_when_unused(config.database)
         from speclen.controller.service.server import serve  # here, so that --help and errors in flags are quick
         from speclen.transport.logs import set_up_logs
 
         set_up_logs(config.log_level)
+
+        def announce(line: str) -> None:
+            print(line, flush=True)
+            if serves is not None:
+                serves()
+
         asyncio.run(serve(config, announce))
-
-
-def announce(line: str) -> None:
-    print(line, flush=True)

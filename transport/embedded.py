@@ -22,11 +22,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
+from speclen.transport.lifeline import end_after
 from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S
 from speclen.transport.version import installed_version
 
@@ -36,7 +38,6 @@ EMBEDDED, OFF = "embedded", "off"  # in place of a controller's address
 DATA_DIR = "SPECLEN_DATA_DIR"
 DATABASE_NAME = "speclen.db"
 LOOK_S = 0.05  # between two looks at a lock, or for a controller that starts
-UNUSED_LOOK_S = 0.5  # between two looks whether anybody uses the controller
 LOCK_PATIENCE_S = 0.5  # to take a lock that is held for an instant
 START_S = 60.0  # for a child to serve; a large database takes seconds to open
 MOST_LOG_BYTES = 1 << 20  # a longer log is begun again at the next start
@@ -152,11 +153,37 @@ def lock(descriptor: int, kind: int, patience_s: float = LOCK_PATIENCE_S) -> boo
             time.sleep(0.005)
 
 
-async def until_unused(database: Path) -> None:
-    """Return once no program uses the embedded controller of the database; from then on, this process keeps them from it."""
-    descriptor = open_beside(database, "users")
-    while not lock(descriptor, fcntl.LOCK_EX, 0.0):
-        await asyncio.sleep(UNUSED_LOOK_S)
+# The embedded controller's own process.
+
+
+def end_when_unused(database: Path) -> None:
+    """From now on this process ends once no program uses the database's embedded controller, and none can until it has."""
+    users = open_beside(database, "users")
+    end_after(partial(fcntl.flock, users, fcntl.LOCK_EX), "no program uses this controller any more, so it ends")
+
+
+def detach() -> Callable[[], None]:
+    """Go on in a process outside of the tree of the one that started this: vLLM kills all below an engine that ends slowly.
+
+    The process that was started ends with code 0 when the returned function is called, or as the new one does. To be called
+    before there are threads.
+    """
+    reading, writing = os.pipe()
+    if child := os.fork():
+        os.close(writing)
+        if not os.read(reading, 1):
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code < 0:
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+        os._exit(0)
+    os.close(reading)
+
+    def serves() -> None:
+        os.write(writing, b"1")
+        os.close(writing)
+
+    return serves
 
 
 # The side of a program that uses it.
@@ -231,8 +258,11 @@ class EmbeddedController:
     async def _start(self, database: Path) -> Serving:
         """Start a controller, unless one that was started has yet to serve. Raises OSError with its last words."""
         deadline, is_new = time.monotonic() + START_S, False
-        while (found := serving(database)) is None:
-            if self._child is None or self._child.poll() is not None:
+        while True:
+            ended = self._child is None or self._child.poll() is not None  # before the look: then it serves
+            if (found := serving(database)) is not None:
+                return found
+            if ended:
                 if is_new:
                     raise OSError(f"the controller of {database} has ended: {self._last_words(database)}")
                 await asyncio.sleep(self._pause())
@@ -241,7 +271,6 @@ class EmbeddedController:
             elif time.monotonic() >= deadline:
                 raise OSError(f"the controller of {database} does not serve yet: see {beside(database, 'log')}")
             await asyncio.sleep(LOOK_S)
-        return found
 
     def _pause(self) -> float:
         """Seconds to wait before a start: none before the first, and before one after a long life."""

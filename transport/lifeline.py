@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 PIPE = "SPECLEN_LIFELINE"  # the variable that names the pipe's reading end to the child
@@ -45,12 +46,18 @@ def end_with_parent() -> None:
     """
     if name := os.environ.pop(PIPE, ""):
         os.set_inheritable(int(name), False)
-        threading.Thread(target=_wait_for_end, args=(int(name),), name="lifeline", daemon=True).start()
+        # Nothing is ever written into it.
+        end_after(partial(os.read, int(name), 1), "the process that started this one is gone, so this one ends")
 
 
-def _wait_for_end(pipe: int) -> None:
-    os.read(pipe, 1)  # nothing is ever written
-    print("speclen: the process that started this one is gone, so this one ends", file=sys.stderr, flush=True)
+def end_after(wait: Callable[[], object], reason: str) -> None:
+    """End this process when `wait` returns, which a thread calls: as by SIGTERM, and by force if that takes long."""
+    threading.Thread(target=_end_after, args=(wait, reason), name="lifeline", daemon=True).start()
+
+
+def _end_after(wait: Callable[[], object], reason: str) -> None:
+    wait()
+    print(f"speclen: {reason}", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
     os._exit(1)

@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
@@ -18,7 +17,7 @@ from speclen.controller.service.assembly import SERVICE, Running, create, open_s
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.transport.address import check_free
-from speclen.transport.embedded import published, until_unused
+from speclen.transport.embedded import published
 from speclen.transport.health import NOT_SERVING, SERVING, Health
 from speclen.transport.servers import probed, set_health
 from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, stop_event
@@ -132,37 +131,27 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
     page = None
     async with running(config) as controller:
         page = show_page(controller, config)
-        host = config.listen.rpartition(":")[0]
-        announce(
-            f"speclen controller serving on {host}:{controller.port}, "
-            f"database {config.database}, "
-            f"metrics {page.address if page else 'off'}"
-        )
-        log.info(
-            "serving",
-            policy=config.policy,
-            contexts=len(controller.stored.contexts),
-            workers=len(controller.stored.workers),
-        )
-        controller.supervisor.watch_loop()
-        try:
-            with published(config.database, f"{host}:{controller.port}"):
-                if config.embedded:
-                    controller.supervisor.start("the watch for users", stop_when_unused(config.database, stopping))
+        address = f"{config.listen.rpartition(':')[0]}:{controller.port}"
+        with published(config.database, address):
+            announce(
+                f"speclen controller serving on {address}, "
+                f"database {config.database}, "
+                f"metrics {page.address if page else 'off'}"
+            )
+            log.info(
+                "serving",
+                policy=config.policy,
+                contexts=len(controller.stored.contexts),
+                workers=len(controller.stored.workers),
+            )
+            controller.supervisor.watch_loop()
+            try:
                 await controller.supervisor.wait(stopping)
-        except PartFailedError as error:
-            await give_up(controller, error)
-        log.info("stopping")
+            except PartFailedError as error:
+                await give_up(controller, error)
+            log.info("stopping")
     if page is not None:  # after the end of supervision, which would take it for a failure
         page.server.shutdown()
-
-
-async def stop_when_unused(database: Path, stopping: asyncio.Event) -> None:
-    """Ask the process to stop once no program uses the embedded controller."""
-    await until_unused(database)
-    log.info("no program uses this controller any more")
-    stopping.set()
-    await asyncio.Event().wait()  # until cancelled
 
 
 def show_page(controller: Running, config: ControllerConfig) -> Any:

@@ -101,6 +101,8 @@ def test_programs_that_start_at_once_share_one_controller_which_ends_with_the_la
         addresses = {each.address() for each in started}
         assert len(addresses) == 1
         pid = process_of(database)
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent not in [each.process.pid for each in started], "an engine may kill all processes below it"
         started[0].end()  # one of the three has started it
         started[1].end(signal.SIGTERM)
         time.sleep(1.5)
