@@ -252,3 +252,16 @@ def test_top_shows_no_rates_over_a_restart():
     assert rate_cells(after, before, 1.0) == ["", "", ""]
     later = info(worker=first, num_steps=910, num_generated_tokens=2020)
     assert rate_cells(later, before, 1.0) == ["20", "2.0", ""]
+
+
+@pytest.mark.parametrize("arguments", [["worker", "--controller", "off"], ["profile", "run", "--no-store"]])
+def test_without_the_engine_a_verb_that_needs_it_says_what_to_install(tmp_path, arguments):
+    code = "import sys; sys.modules['torch'] = None; from speclen.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    *_, said = done.stderr.splitlines()
+    assert (done.returncode, said) == (
+        2,
+        "speclen: the engine is not installed here (torch is missing): pip install 'speclen[worker]'",
+    )
