@@ -110,6 +110,7 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
     with running_controller(tmp_path / "a") as a, running_controller(tmp_path / "b"):
         with pytest.raises(UserError, match=r"keeps .*a/speclen.db, not .*b/speclen.db"):
             find_destination(tmp_path / "b" / "speclen.db", a.address, Client())
+        assert find_destination(tmp_path / "a" / "speclen.db", "", Client()).address == a.address
         found = find_destination(tmp_path / "a" / "speclen.db", a.address, Client())
         assert (found.address, found.db) == (a.address, tmp_path / "a" / "speclen.db")
     assert find_destination(tmp_path / "b" / "speclen.db", "", Client()).address == ""  # nobody keeps it any more

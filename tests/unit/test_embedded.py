@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from speclen.cli.app import with_client_defaults
 from speclen.cli.support.database import default_database
 from speclen.transport import embedded
 from speclen.transport.embedded import EmbeddedController, data_directory, make_directory, published, serving
@@ -131,6 +132,18 @@ async def test_a_controller_that_ends_again_and_again_is_started_after_growing_p
 async def test_a_worker_has_the_controller_that_is_named_or_none(addresses, found):
     find = finder(addresses, CONTEXT)
     assert (None if find is None else await find()) == found
+
+
+def test_two_variables_are_defaults_of_every_verb_that_has_the_setting(monkeypatch):
+    monkeypatch.setenv("SPECLEN_CONTROLLER", "a:1")
+    monkeypatch.setenv("SPECLEN_DATA_DIR", "/data")
+    own = {"up": {"data_dir": "/own"}}
+    assert with_client_defaults(own) | {"profile": {}, "generate": {}, "top": {}} == {
+        "worker": {"controller": "a:1"},
+        "controller": {"data_dir": "/data"},
+        "up": {"data_dir": "/own"},
+        **{verb: {} for verb in ("profile", "generate", "top")},
+    }
 
 
 @pytest.mark.parametrize(
