@@ -17,7 +17,8 @@ from tests.support.waiting import PATIENCE_S
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="speclen-state-")  # what tests learn stays out of the user's
+STATE = tempfile.TemporaryDirectory(prefix="speclen-state-")  # what tests learn stays out of the user's
+os.environ["XDG_STATE_HOME"] = STATE.name
 if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it: kernels run without a GPU, slowly
 
