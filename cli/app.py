@@ -35,6 +35,8 @@ VERBS: Verbs = {
     "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
     "top": ("speclen.cli.learned.top", "top", "Watch workers: requests, throughput, lengths in use."),
     "tables": ("speclen.cli.learned.tables", "tables", "Show the learned table of a database."),
+    "gain": ("speclen.cli.learned.gain", "gain", "Show the measured gain over the baseline."),
+    "hold": ("speclen.cli.hold", "hold", "Hold arms at ranges of batch sizes, whatever is learned."),
     "explain": (
         "speclen.cli.learned.explain",
         "explain",
@@ -54,6 +56,7 @@ PROTECTION = ("ca", "cert", "key", "token_file")
 CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("generate",): ("worker", *PROTECTION),
     ("top",): ("worker", *PROTECTION),
+    ("hold",): ("controller", *PROTECTION),
     ("profile", "run"): ("controller", *PROTECTION),
     ("profile", "import"): ("controller", *PROTECTION),
     ("up",): PROTECTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speclen.cli.learned.gain import document_of, interval_text
 from speclen.cli.support.database import DB_OPTION, told
 from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
@@ -28,12 +30,13 @@ from speclen.store.connection import (
     sqlite3,
 )
 from speclen.store.files import is_locked
-from speclen.store.queries import view_rows
+from speclen.store.queries import trials, view_rows
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30
 # Isolated workers are reported for so long.
-ISOLATED_WITHIN_S = 7 * 86_400.0
+DAY_S = 86_400.0
+ISOLATED_WITHIN_S = 7 * DAY_S
 # So many workers are named for one reason: where each incarnation has a name of its own, thousands are stale.
 MOST_NAMED = 20
 ISOLATED_ADVICE = "look at its machine: it may be throttled, shared, or another device; other workers are not affected"
@@ -74,7 +77,7 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
     """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
     if not db.is_file() or is_empty(db):
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
-    checks: list[Check] = [space, workers, isolated, given_up]
+    checks: list[Check] = [space, workers, isolated, slower, given_up]
     if not quick:
         checks.insert(0, integrity)
     # Before SQLite has the file open: looking at the writer's lock closes the file, which lets go of SQLite's own.
@@ -172,6 +175,23 @@ def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
     for row in connection.execute(query, (ISOLATED_WITHIN_S, MOST_NAMED)).fetchall():
         often = f", {row['times']} times" if row["times"] > 1 else ""
         yield Finding("isolated workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", ISOLATED_ADVICE)
+
+
+def slower(db: Path, connection: Connection) -> Iterator[Finding]:
+    """Ranges of batch sizes where the learned arms were slower than the baseline in the last day."""
+    newest = [row.trial for row in trials(connection, time.time() - DAY_S)]
+    for row in document_of(newest)["by_batch_size"]:
+        if row["gain_high"] is not None and row["gain_high"] < 1.0:
+            low, high = row["batch_min"], row["batch_max"]
+            found = (
+                f"the learned arms made {row['gain']:.3f} ({interval_text(row)}) of the baseline's tokens per second"
+            )
+            used = (
+                "the baseline is used there now"
+                if row["in_use"] == "baseline"
+                else "hold the baseline with `speclen hold`"
+            )
+            yield Finding(f"batch {low}-{high}", "warning", found, used)
 
 
 def given_up(db: Path, connection: Connection) -> Iterator[Finding]:

@@ -15,17 +15,19 @@ from speclen.store.records import (
     ContextLimitsRow,
     ContextRow,
     DecisionRow,
+    HoldsRow,
     ProfileRow,
     ReportRow,
     Row,
     StateRow,
     StoredState,
+    TrialRow,
     WorkerRow,
 )
 from speclen.store.statements import PROFILES
 
 # Columns that hold 0 or 1.
-BOOLEANS = ("ngram", "previous_ngram", "is_best")
+BOOLEANS = ("ngram", "previous_ngram", "is_best", "learned_ngram", "baseline_ngram", "is_baseline_used")
 
 
 def load_state(connection: Connection) -> StoredState:
@@ -87,6 +89,16 @@ def acceptance(connection: Connection, context_id: int) -> list[AcceptanceRow]:
 def decisions(connection: Connection) -> list[DecisionRow]:
     """Every change of a choice, in order."""
     return list(_rows(connection, DecisionRow, "decisions ORDER BY decision_id"))
+
+
+def trials(connection: Connection, since: float = 0.0) -> list[TrialRow]:
+    """Finished trials, in order. since: least ended_at, in seconds since 1970."""
+    return list(_rows(connection, TrialRow, "trials WHERE ended_at >= ? ORDER BY trial_id", since))
+
+
+def holds(connection: Connection) -> list[HoldsRow]:
+    """The holds of every context that has any."""
+    return list(_rows(connection, HoldsRow, "holds ORDER BY context_id"))
 
 
 def newest_decision(connection: Connection, context_id: int, batch_size: int) -> DecisionRow | None:

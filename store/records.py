@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from speclen.records import ContextKey, Limits, Profile
+from speclen.records import Arm, ContextKey, Limits, Profile, Trial
 
 Row = TypeVar("Row", bound=NamedTuple)
 
@@ -185,6 +185,49 @@ class DriftEventRow(NamedTuple):
     detected_at: float
 
 
+class TrialRow(NamedTuple):
+    """A finished trial. See `speclen.records.Trial`; after_group_id: last group of reports learned from before it ended."""
+
+    context_id: int
+    worker_key: int
+    batch_size: float
+    learned_speculation_length: int
+    learned_ngram: bool
+    baseline_speculation_length: int
+    baseline_ngram: bool
+    log_time: float
+    learned_tokens: float
+    learned_sequences: float
+    baseline_tokens: float
+    baseline_sequences: float
+    log_tokens: float | None
+    log_tokens_stderr: float
+    gain: float
+    lost_s: float
+    num_steps: int
+    is_baseline_used: bool
+    after_group_id: int
+    ended_at: float
+
+    @property
+    def trial(self) -> Trial:
+        """The trial itself."""
+        arms: dict[str, Any] = {
+            "learned": Arm(self.learned_speculation_length, bool(self.learned_ngram)),
+            "baseline": Arm(self.baseline_speculation_length, bool(self.baseline_ngram)),
+        }
+        same = {name: getattr(self, name) for name in Trial._fields if name not in arms}
+        return Trial(**arms, **same)
+
+
+class HoldsRow(NamedTuple):
+    """The holds of a context. Replaces the row of the same context. holds: JSON, [[batch_min, batch_max, arm], ...]."""
+
+    context_id: int
+    holds: str
+    held_at: float
+
+
 class ContextLimitsRow(NamedTuple):
     """A context was made or widened. after_group_id: last group of reports that was learned from before."""
 
@@ -237,6 +280,8 @@ class Commit:
     states: Sequence[StateRow] = ()
     decisions: Sequence[DecisionRow] = ()
     drift_events: Sequence[DriftEventRow] = ()
+    trials: Sequence[TrialRow] = ()
+    holds: Sequence[HoldsRow] = ()
     profiles: Sequence[ProfileRow] = ()
     replaced_contexts: Sequence[int] = ()
     context_limits: Sequence[ContextLimitsRow] = ()

@@ -59,7 +59,7 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
         if used_bytes(connection) <= retention.max_bytes:
             break
         _trim_reports(connection, min(retention.max_report_rows, FEWEST_ROWS), oldest_at, CHUNK_ROWS)
-    for table in ("decisions", "drift_events", "store_events"):
+    for table in ("decisions", "drift_events", "store_events", "trials"):
         key = f"{table.removesuffix('s')}_id"
         connection.execute(
             f"DELETE FROM {table} WHERE {key} <= (SELECT max({key}) FROM {table}) - ?", (MAX_EVENT_ROWS,)

@@ -137,6 +137,40 @@ CREATE TABLE decisions (
 
 CREATE INDEX decisions_of_context ON decisions (context_id, decision_id, batch_min, batch_max);
 
+CREATE TABLE trials (
+  -- Measured comparisons of the learned arm with the baseline's: blocks of steps of one worker, one beside the other.
+  trial_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  worker_key INTEGER NOT NULL REFERENCES workers,
+  batch_size REAL NOT NULL CHECK (batch_size >= 1 AND batch_size <= 4096),  -- mean over the trial's steps
+  learned_speculation_length INTEGER NOT NULL CHECK (learned_speculation_length BETWEEN 0 AND 64),
+  learned_ngram INTEGER NOT NULL CHECK (learned_ngram IN (0, 1)),
+  baseline_speculation_length INTEGER NOT NULL CHECK (baseline_speculation_length BETWEEN 0 AND 64),
+  baseline_ngram INTEGER NOT NULL CHECK (baseline_ngram IN (0, 1)),
+  log_time REAL NOT NULL CHECK (abs(log_time) < 50),  -- log of (step time of the learned arm / of the baseline's)
+  learned_tokens REAL NOT NULL CHECK (learned_tokens > 0 AND learned_tokens < 1e12),  -- generated in the counted steps
+  learned_sequences REAL NOT NULL CHECK (learned_sequences > 0 AND learned_sequences < 1e12),  -- summed over these steps
+  baseline_tokens REAL NOT NULL CHECK (baseline_tokens > 0 AND baseline_tokens < 1e12),
+  baseline_sequences REAL NOT NULL CHECK (baseline_sequences > 0 AND baseline_sequences < 1e12),
+  log_tokens REAL CHECK (abs(log_tokens) < 50),  -- of tokens per step, from pooled acceptance; NULL: only these sums tell it
+  log_tokens_stderr REAL NOT NULL CHECK (log_tokens_stderr >= 0 AND log_tokens_stderr < 50),
+  gain REAL NOT NULL CHECK (gain > 0 AND gain < 1e30),  -- tokens per second of the learned arm / of the baseline's, of this trial
+  lost_s REAL NOT NULL CHECK (lost_s >= 0 AND lost_s < 1e9),  -- seconds that the trial is expected to have cost
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- at these batch sizes since the trial before
+  is_baseline_used INTEGER NOT NULL CHECK (is_baseline_used IN (0, 1)),  -- 1: the learned arm was tried
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it ended
+  ended_at REAL NOT NULL CHECK (ended_at >= 0)
+) STRICT;
+
+CREATE INDEX trials_by_time ON trials (ended_at);
+
+CREATE TABLE holds (
+  -- Arms that a person holds at ranges of batch sizes, whatever is learned.
+  context_id INTEGER PRIMARY KEY REFERENCES contexts,
+  holds TEXT NOT NULL CHECK (json_valid(holds)),  -- [[batch_min, batch_max, arm], ...]; null for the baseline's arms
+  held_at REAL NOT NULL CHECK (held_at >= 0)
+) STRICT;
+
 CREATE TABLE step_reports (
   -- Raw reports in the order in which they were learned from; only the newest are kept. No index but this key: the
   -- high-water mark in workers keeps repetitions out, and every further index would slow each report down.
@@ -385,6 +419,36 @@ SELECT
   d.decision_version
 FROM decisions AS d JOIN contexts AS x USING (context_id)
 ORDER BY d.decision_id DESC;
+
+CREATE VIEW gain AS
+-- By hour and range of batch sizes (1, 2, 3-4, 5-8, ...): learned arms beside the baseline. `speclen gain` has intervals.
+WITH
+bounds(batch_min, batch_max) AS (
+  SELECT 1, 1 UNION ALL SELECT batch_max + 1, 2 * batch_max FROM bounds WHERE batch_max < 4096),
+sums AS (
+  SELECT
+    t.context_id, b.batch_min, b.batch_max, CAST(t.ended_at / 3600 AS INTEGER) * 3600 AS hour_start,
+    count(*) AS num_trials,
+    sum(t.num_steps) AS num_steps,
+    sum(t.lost_s) AS lost_s,
+    sum(t.is_baseline_used) AS num_with_baseline_used,
+    avg(t.gain) AS mean,
+    1 / avg(1 / t.gain) AS harmonic_mean
+  FROM trials AS t JOIN bounds AS b ON round(t.batch_size) BETWEEN b.batch_min AND b.batch_max
+  GROUP BY 1, 2, 3, 4)
+SELECT
+  strftime('%Y-%m-%d %H:00', s.hour_start, 'unixepoch') AS hour,
+  x.context,
+  CASE s.batch_min WHEN s.batch_max THEN '' || s.batch_min ELSE s.batch_min || '-' || s.batch_max END AS batch_bucket,
+  s.batch_min,
+  s.batch_max,
+  (s.mean + s.harmonic_mean) / 2 AS gain,  -- tokens per second of the learned arms / of the baseline
+  s.num_trials,
+  s.num_with_baseline_used,  -- trials of the learned arm while the baseline was in use
+  s.num_steps,  -- steps at these batch sizes, those of trials included
+  s.lost_s  -- seconds that the trials are expected to have cost
+FROM sums AS s JOIN contexts AS x USING (context_id)
+ORDER BY s.hour_start, s.context_id, s.batch_min;
 
 CREATE VIEW worker_health AS
 -- One row per worker: how long it has been silent, how far its reports are on disk, and what was lost on the way.

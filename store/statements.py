@@ -21,9 +21,11 @@ from speclen.store.records import (
     ContextRow,
     DecisionRow,
     DriftEventRow,
+    HoldsRow,
     ReportRow,
     StateRow,
     StoreEventRow,
+    TrialRow,
     WorkerRow,
 )
 
@@ -109,5 +111,7 @@ EVENTS = {
     "context_limits": Insert("context_limits", ContextLimitsRow._fields),
     "decisions": Insert("decisions", DecisionRow._fields),
     "drift_events": Insert("drift_events", DriftEventRow._fields),
+    "trials": Insert("trials", TrialRow._fields),
+    "holds": Insert("holds", HoldsRow._fields, ("context_id",)),
     "store_events": Insert("store_events", StoreEventRow._fields),
 }

@@ -51,7 +51,14 @@ class WorkerConfig(ServerSecurity):
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
     policy: str = setting(
-        "adaptive", "adaptive, profile, or one arm for all steps: none, fixed:K, n-gram, 'n-gram else draft 3'."
+        "adaptive",
+        "adaptive; shadow: the baseline serves while the rest is learned; profile; or one arm for all steps: none, fixed:K, "
+        "n-gram, 'n-gram else draft 3'.",
+    )
+    baseline: str = setting(
+        "off",
+        "Arms to compare learned ones with, and to use where these are slower: none (plain decoding), fixed:K, n-gram, or "
+        "profile; off: no comparison.",
     )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     generation_config: str = setting(
@@ -100,12 +107,37 @@ class WorkerConfig(ServerSecurity):
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
         if length and not self.has_draft:
             raise ValueError(f"--policy {self.policy} needs a draft model: give a --draft, or use --policy n-gram")
-        if self.policy == "profile" and self.profile is None:
-            raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
+        for name in ("policy", "baseline"):
+            if getattr(self, name) == "profile" and self.profile is None:
+                raise ValueError(f"--{name} profile needs --profile FILE: make one with `speclen profile run`")
+        self._check_baseline()
         if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
             raise ValueError(
                 f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
             )
+
+    def _check_baseline(self) -> None:
+        """Raises ValueError for a baseline that cannot run."""
+        if self.baseline in ("off", "profile"):
+            if self.policy == "shadow" and self.baseline == "off":
+                raise ValueError("--policy shadow serves with the baseline, which is off: name one with --baseline")
+            return
+        arm = parse_policy(self.baseline, "--baseline")
+        if arm is None:
+            raise ValueError(f"--baseline {self.baseline} learns, too: use none, fixed:K, n-gram, profile or off")
+        if arm.speculation_length > self.max_length:
+            raise ValueError(
+                f"--baseline {self.baseline} is over --max-length {self.max_length}: raise that, or use less"
+            )
+        if arm.speculation_length and not self.has_draft:
+            raise ValueError(
+                f"--baseline {self.baseline} needs a draft model: give a --draft, or use --baseline n-gram"
+            )
+
+    @property
+    def follows_table(self) -> bool:
+        """True if the controller's table is used."""
+        return self.policy in ("adaptive", "shadow")
 
     @property
     def has_draft(self) -> bool:
@@ -115,7 +147,7 @@ class WorkerConfig(ServerSecurity):
     def may_use_ngrams(self) -> bool:
         """True if any arm that the worker may run has n-grams."""
         arm = parse_policy(self.policy)
-        return arm.ngram if arm is not None else self.ngram and self.policy == "adaptive"
+        return arm.ngram if arm is not None else self.ngram and self.follows_table
 
     def http_security(self) -> ServerSecurity:
         """Security of the HTTP front, with a key file of its own if given."""
@@ -164,9 +196,9 @@ class WorkerConfig(ServerSecurity):
         )
 
 
-def parse_policy(policy: str) -> Arm | None:
-    """The arm of a policy that names one; None for adaptive and profile. Raises ValueError naming the value."""
-    if policy in ("adaptive", "profile"):
+def parse_policy(policy: str, name: str = "--policy") -> Arm | None:
+    """The arm of a policy that names one; None for others. name: of the flag. Raises ValueError naming flag and value."""
+    if policy in ("adaptive", "shadow", "profile"):
         return None
     if policy == "none":
         return PLAIN
@@ -175,6 +207,6 @@ def parse_policy(policy: str) -> Arm | None:
         return Arm(int(fixed[1])) if fixed else parse_arm(policy)
     except ValueError:
         raise ValueError(
-            f"--policy {policy!r} is unknown: use adaptive, profile, none, fixed:K with K a number, or an arm, such as "
-            "n-gram or 'n-gram else draft 3'"
+            f"{name} {policy!r} is unknown: use adaptive, shadow, profile, none, fixed:K with K a number, or an arm, such "
+            "as n-gram or 'n-gram else draft 3'"
         ) from None

@@ -18,8 +18,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from speclen.cli.learned.gain import figures_of
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.errors import UserError
+from speclen.store import queries
 from speclen.store.queries import view_rows
 
 Row = dict[str, Any]
@@ -29,6 +31,7 @@ NOTHING = (
     "`speclen profile import`."
 )
 CONTEXT = typer.Option("", help="Number of a context, or part of names; default: all.")
+WEEK_S = 7 * 86_400.0
 WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
 ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
 DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
@@ -39,9 +42,11 @@ def tables(
     context: str = CONTEXT,
     watch: bool = typer.Option(False, "--watch", help="Refresh in place until Ctrl-C."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates with --watch."),
-    as_json: bool = typer.Option(False, "--json", help="Print the same as JSON: the rows of the view choices."),
+    as_json: bool = typer.Option(
+        False, "--json", help="Print the same as JSON: the rows of the view choices, with the gain."
+    ),
 ) -> None:
-    """Show the arm in use by batch size: ms per token, times faster than plain decoding, samples and their age.
+    """Show the arm in use by batch size: ms per token, measured gain over the baseline, samples and their age.
 
     Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`;
     `(+2)` are two more. From 120 columns on, the neighbours of the arm are
@@ -56,7 +61,7 @@ def tables(
         keep_showing(lambda: Group(*learned_parts(db, context)), interval_s)
         return
     if as_json:
-        print(json.dumps(rows_of(db, "choices", context), indent=2))
+        print(json.dumps(with_gain(db, rows_of(db, "choices", context)), indent=2))
     else:
         Console().print(*learned_parts(db, context), sep="\n")
 
@@ -79,6 +84,25 @@ def rows_of(db: Path, view: str, context: str) -> list[Row]:
     return found
 
 
+def with_gain(db: Path, rows: list[Row]) -> list[Row]:
+    """The rows with the gain over the baseline by the trials of the last week; None where there was none."""
+    with reading(db) as connection:
+        trials = queries.trials(connection, time.time() - WEEK_S)
+    for row in rows:
+        own = [
+            each.trial
+            for each in trials
+            if each.context_id == row["context_id"] and row["batch_min"] <= round(each.batch_size) <= row["batch_max"]
+        ]
+        row |= {name: value for name, value in figures_of(own).items() if name.startswith("gain")}
+    return rows
+
+
+def gain_text(gain: float | None) -> str:
+    """The gain of learned arms, measured."""
+    return "" if gain is None else f"{gain:.2f}x"
+
+
 def is_meant(text: str, context_id: int, name: str) -> bool:
     """True if the text is part of the context's name. Digits alone are its number: hashes in names may hold any."""
     return text == str(context_id) if text.isdecimal() else text in name
@@ -87,7 +111,7 @@ def is_meant(text: str, context_id: int, name: str) -> bool:
 def learned_parts(db: Path, context: str) -> list[RenderableType]:
     """For each context its name and its table; a sentence if nothing is learned yet."""
     width, found = Console().width, list[RenderableType]()
-    rows = rows_of(db, "choices", context)
+    rows = with_gain(db, rows_of(db, "choices", context))
     titles = titles_of({row["context"] for row in rows}, width)
     for name, group in groupby(rows, key=lambda row: row["context"]):
         found += [Text(titles[name], style="bold"), table_of(list(group), width)]
@@ -122,13 +146,13 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
 def cells_of(row: Row, wide: bool) -> dict[str, str]:
     """The cells of a range by heading; "" for what is unknown."""
     known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
-    speedup, num_steps = row.get("speedup"), row.get("num_steps")
+    num_steps = row.get("num_steps")
     cells = {
         "batch": row["batch_bucket"],
         "arm": arm_and_equals(row["arm"], row.get("equal_arms"), WIDE_ARM_WIDTH if wide else ARM_WIDTH),
         "ms/token": "" if known is None else short(known),
         "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
-        "vs plain": "" if speedup is None else f"{speedup:.2f}x",
+        "gain": gain_text(row.get("gain")),
         "steps": "" if num_steps is None else count(num_steps),
         "age": age_of(row.get("last_step_at")),
     }

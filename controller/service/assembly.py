@@ -16,7 +16,7 @@ from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.journal import Journal
-from speclen.controller.service.saving.restoring import restore
+from speclen.controller.service.saving.restoring import restore, restore_guards
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
 from speclen.store.connection import StoreError
@@ -84,6 +84,7 @@ def create_service(config: ControllerConfig, store: Store, stored: StoredState) 
     for context in forgotten:
         journal.note_context(context)
     learner = Learner(estimator, registry, journal, totals, stored.last_group_id)
+    journal.note_events(restore_guards(learner.guards, registry, store.path))
     return Intake(registry, learner, journal, totals, time.time), learner
 
 

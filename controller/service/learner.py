@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from speclen.controller.estimator import Contexts
+from speclen.controller.service.guards import SHADOW, Guards, View, view_of
 from speclen.controller.service.prediction import PredictionError
 from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
 from speclen.controller.service.saving.journal import Journal
-from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, Table
+from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Hold, Limits, Profile, Table
 
 log = structlog.get_logger()
 
@@ -26,7 +27,7 @@ MANY_REPORTS = 512
 # The same while a context has learned from fewer than MANY_REPORTS: a cold start must choose anew within some steps.
 FEW_REPORTS = 8
 # Workers with another policy do not use the table: a probe would be lost on them.
-FOLLOWS_TABLE = ("", "adaptive")
+FOLLOWS_TABLE = ("", "adaptive", SHADOW)
 
 
 @dataclass(slots=True)
@@ -64,7 +65,10 @@ class Learner:
         self.last_group_id = last_group_id
         self.sampling = Sampling()
         self.prediction: dict[ContextKey, PredictionError] = {}
-        self._tables: dict[ContextKey, dict[str, Table]] = {}
+        self.guards = Guards(journal)
+        journal.in_use = self.in_use
+        self._learned: dict[ContextKey, dict[str, Table]] = {}
+        self._tables: dict[ContextKey, dict[View, Table]] = {}
         self._waiting: dict[str, Worker] = {}
 
     # Reports.
@@ -118,7 +122,9 @@ class Learner:
         self.totals.num_reports += len(steps)
         self.journal.note_reports(worker, steps, self.last_group_id)
         self._note(outcome.decisions, outcome.drift_events)
-        self._take_probe(worker)
+        if worker.policy in FOLLOWS_TABLE:
+            self._note(self.guards.observe(worker, steps, self._learned_table(worker), self.last_group_id), ())
+            self._take_probe(worker)
 
     def _start_anew(self, context: Context) -> None:
         try:
@@ -132,23 +138,26 @@ class Learner:
         """Count, keep and apply what changed."""
         self.totals.num_decisions += len(decisions)
         for decision in decisions:
-            self._tables.pop(decision.context, None)
+            self._forget_tables(decision.context)
             self.journal.note_decision(self.registry.contexts[decision.context], decision, self.last_group_id)
         for event in drift_events:
-            self._tables.pop(event.context, None)
+            self._forget_tables(event.context)
             self.totals.drift[event.factor] += 1
             if event.factor == "reset":
                 log.error("a context starts anew", context=str(event.context), reason=event.detail)
             self.journal.note_drift(self.registry.contexts[event.context], event, self.last_group_id)
 
     def _take_probe(self, worker: Worker) -> None:
-        """Ask for an exploratory arm for the worker's next steps; mostly there is none.
+        """Ask for a trial or an exploratory arm for the worker's next steps; mostly there is none.
 
         A probe that no longer fits the worker's batch size makes way: it could wait for ever.
         """
         waiting = worker.probe
         fits = waiting is not None and waiting.batch_min <= worker.last_batch_size <= waiting.batch_max
-        if worker.policy not in FOLLOWS_TABLE or fits:
+        if fits:
+            return
+        worker.probe = self.guards.next_trial(worker, self._learned_table(worker))
+        if worker.probe is not None:
             return
         try:
             worker.probe = self.estimator.take_probe(
@@ -172,7 +181,7 @@ class Learner:
         decisions = self.estimator.add_context(key, context.limits)
         if self.estimator.limits(key) != before:
             self.journal.note_limits(context, self.last_group_id)
-            self._tables.pop(key, None)
+            self._forget_tables(key)
         self._note(decisions, ())
 
     def import_profile(self, key: ContextKey, profile: Profile) -> int:
@@ -182,27 +191,51 @@ class Learner:
         self.prepare(context)
         profile_id = self.journal.note_profile(context, profile, self.last_group_id)
         self._note(self.estimator.seed_profile(key, profile), ())
-        self._tables.pop(key, None)
+        self._forget_tables(key)
         return profile_id
 
     # Answers.
 
-    def table(self, worker: Worker) -> tuple[Table, str]:
-        """The table in use, and the worker's id if it is isolated, else "".
+    def table(self, worker: Worker) -> tuple[Table, View]:
+        """The table in use, and what it depends on beside the context.
 
         Arms are of this moment, expected times at most as old as `refresh` allows.
         """
-        key = worker.context.key
-        own = worker.worker_id if self.estimator.is_isolated(key, worker.worker_id) else ""
-        tables = self._tables.setdefault(key, {})
-        table = tables.get(own)
+        view = view_of(worker, self._own(worker))
+        tables = self._tables.setdefault(worker.context.key, {})
+        table = tables.get(view)
         if table is None:
-            table = tables[own] = self.estimator.table(key, own)
-        return table, own
+            table = tables[view] = self.guards.table(worker.context.key, self._learned_table(worker), view)
+        return table, view
+
+    def _own(self, worker: Worker) -> str:
+        """The worker's id if it is isolated, else ""."""
+        return worker.worker_id if self.estimator.is_isolated(worker.context.key, worker.worker_id) else ""
+
+    def _learned_table(self, worker: Worker) -> Table:
+        """The learned arms for a worker, whether or not they are in use."""
+        own, tables = self._own(worker), self._learned.setdefault(worker.context.key, {})
+        if own not in tables:
+            tables[own] = self.estimator.table(worker.context.key, own)
+        return tables[own]
+
+    def hold(self, key: ContextKey, holds: Sequence[Hold], release: bool) -> None:
+        """Hold more arms at ranges of batch sizes of a context. release: end what was held before."""
+        self.guards.hold(self.registry.contexts[key], holds, release)
+        self._forget_tables(key)
+
+    def in_use(self, key: ContextKey) -> Table:
+        """Arms that the workers of a context use, unless they are isolated."""
+        return self.guards.in_use(key, self.estimator.table(key))
+
+    def _forget_tables(self, key: ContextKey) -> None:
+        self._tables.pop(key, None)
+        self._learned.pop(key, None)
 
     def refresh(self) -> None:
         """Have expected times computed anew. To be called about once a second."""
         self._tables.clear()
+        self._learned.clear()
 
     def learned(self, key: ContextKey) -> tuple[int, list[ArmEstimate]]:
         """Version of the table and every row learned. Raises KeyError for an unknown context."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
+from speclen.controller.baseline.guard import bounds_of
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
 from speclen.transport.pages import Families
@@ -15,6 +16,7 @@ PREFIX = "speclen_controller"
 FAMILIES = Families(PREFIX)
 READ_TIMEOUT_S = 5.0
 BUCKET = ("context", "batch_bucket")
+BOUNDS = {"gain_low": ": lower end of the 95% interval", "gain_high": ": upper end of the 95% interval"}
 
 Labelled = dict[tuple[str, ...], float]
 
@@ -45,6 +47,7 @@ class ControllerCollector:
         yield from self._fleet()
         yield from self._disk()
         yield from self._choices()
+        yield from self._gain()
         yield from self._prediction()
         yield from self._regret()
 
@@ -96,7 +99,7 @@ class ControllerCollector:
     def _choices(self) -> Iterator[Metric]:
         length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
         for key in self.learner.registry.contexts:
-            for choice in self.learner.estimator.table(key).choices:
+            for choice in self.learner.in_use(key).choices:
                 labels = str(key), bucket_label(choice.batch_min, choice.batch_max)
                 length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
@@ -105,6 +108,20 @@ class ControllerCollector:
         yield FAMILIES.gauges("speculation_length", "Speculation length of the arm in use", BUCKET, length)
         yield FAMILIES.gauges("ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
         yield FAMILIES.gauges("predicted_ms_per_token", words, BUCKET, ms_per_token)
+
+    def _gain(self) -> Iterator[Metric]:
+        """By range of batch sizes. The bounds are those of the 95% interval."""
+        found: dict[str, Labelled] = {"gain": Labelled(), "gain_low": Labelled(), "gain_high": Labelled()}
+        for key in self.learner.registry.contexts:
+            for number, place in self.learner.guards.of(key).ranges.items():
+                if place.gain is not None and place.gain.freedom >= 1.0:
+                    labels = str(key), bucket_label(*bounds_of(number))
+                    figures = place.gain.ratio, *place.gain.interval()
+                    for name, figure in zip(found, figures, strict=True):
+                        found[name][labels] = figure
+        words = "Tokens per second of the learned arms over those of the baseline, by trials"
+        for name, values in found.items():
+            yield FAMILIES.gauges(name, words + BOUNDS.get(name, ""), BUCKET, values)
 
     def _prediction(self) -> Iterator[Metric]:
         steps, observed, predicted = Labelled(), Labelled(), Labelled()

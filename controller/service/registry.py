@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from speclen.controller.service.sequence import SeqWindow
 from speclen.controller.wire.validation import InvalidMessageError
-from speclen.records import ContextKey, Limits, Probe, StepRecord
+from speclen.records import Choice, ContextKey, Limits, Probe, StepRecord
 
 
 class UnregisteredError(Exception):
@@ -53,6 +53,7 @@ class Worker:
     seqs: numbers of its reports. waiting: steps not learned from yet, the oldest since waiting_since. last_batch_size,
     last_step_s: of its newest report. probe: to be handed out. durable_seq: every report up to it is on disk, or given up
     as missing. noted_at: last_seen_at in the last commit. num_*: over all epochs. probe_steps: consecutive steps of a probe.
+    transition_steps: after a change of arm, no samples. baseline: arms that the worker would use without learning.
     """
 
     worker_key: int
@@ -65,6 +66,8 @@ class Worker:
     address: str = ""
     policy: str = ""
     probe_steps: int = 3
+    transition_steps: int = 4
+    baseline: tuple[Choice, ...] = ()
     seqs: SeqWindow = field(default_factory=SeqWindow)
     waiting: list[StepRecord] = field(default_factory=list)
     waiting_since: float = 0.0
@@ -106,6 +109,8 @@ class Registration:
     address: str = ""
     policy: str = ""
     probe_steps: int = 3
+    transition_steps: int = 4
+    baseline: tuple[Choice, ...] = ()
 
 
 class Registry:
@@ -161,7 +166,7 @@ class Registry:
         if worker.epoch != epoch:
             worker.seqs = SeqWindow(num_missing=worker.seqs.num_missing, num_repeated=worker.seqs.num_repeated)
             worker.durable_seq, worker.epoch, worker.context = 0, epoch, context
-        for name in ("limits", "address", "policy", "probe_steps"):
+        for name in ("limits", "address", "policy", "probe_steps", "transition_steps", "baseline"):
             setattr(worker, name, getattr(registration, name))
         worker.registered_at, worker.last_seen_at, worker.probe = now, now, None
         return worker

@@ -20,15 +20,20 @@ from speclen.controller.service.stream import StreamEndError
 from speclen.controller.service.streams import Streams, StreamSettings
 from speclen.controller.wire.messages import learned_table_message
 from speclen.controller.wire.validation import (
+    MAX_HOLDS,
     InvalidMessageError,
     OtherRunError,
     check_identity,
+    check_range,
     check_run,
     check_text,
+    read_baseline,
     read_context,
+    read_hold,
     read_limits,
     read_probe_steps,
     read_profile,
+    read_transition_steps,
 )
 from speclen.records import Arm
 from speclen.v1 import control_pb2 as pb
@@ -73,7 +78,7 @@ def answering(method: Method) -> Method:
 
 
 class ControlServicer(rpc.ControlServiceServicer):
-    """The six calls. num_errors: by method and status."""
+    """The seven calls. num_errors: by method and status."""
 
     def __init__(
         self,
@@ -147,6 +152,23 @@ class ControlServicer(rpc.ControlServiceServicer):
         return pb.ImportProfileResponse(profile_id=profile_id, num_cells=len(profile.cells))
 
     @answering
+    async def SetHolds(  # noqa: N802
+        self, request: pb.SetHoldsRequest, context: Call
+    ) -> pb.SetHoldsResponse:
+        self._admit()
+        keys = [read_context(request.context)] if request.HasField("context") else list(self.learner.registry.contexts)
+        holds = {}
+        for key in keys:
+            if key not in self.learner.registry.contexts:
+                raise UnregisteredError(f"context {key} is unknown: register a worker with it first")
+            held = 0 if request.release else len(self.learner.guards.of(key).holds)
+            check_range("the number of holds", held + len(request.holds), 0, MAX_HOLDS)
+            holds[key] = [read_hold(hold, self.learner.registry.contexts[key].limits) for hold in request.holds]
+        for key in keys:
+            self.learner.hold(key, holds[key], request.release)
+        return pb.SetHoldsResponse(num_contexts=len(keys))
+
+    @answering
     async def GetControllerInfo(  # noqa: N802
         self, request: pb.GetControllerInfoRequest, context: Call
     ) -> pb.GetControllerInfoResponse:
@@ -195,6 +217,8 @@ def registration(request: pb.RegisterWorkerRequest) -> Registration:
         key=read_context(request.context),
         limits=read_limits(request.limits),
         probe_steps=read_probe_steps(request.limits),
+        transition_steps=read_transition_steps(request.limits),
+        baseline=read_baseline(request.baseline, read_limits(request.limits)),
         address=check_text("address", request.address, 0, 256),
         policy=check_text("policy", request.policy, 0, 64),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from speclen.controller.service.guards import View
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import FullError, Worker
@@ -68,7 +69,7 @@ class Streams:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._pushes: set[asyncio.Task[None]] = set()
-        self._tables: dict[tuple[ContextKey, str, Limits], tuple[int, pb.LengthTable]] = {}
+        self._tables: dict[tuple[ContextKey, View, Limits], tuple[int, pb.LengthTable]] = {}
 
     async def serve(self, call: StreamContext) -> None:
         """One call from beginning to end. Raises FullError when too many are open."""
@@ -123,8 +124,8 @@ class Streams:
 
     def table(self, worker: Worker) -> pb.LengthTable:
         """The worker's table, with arms that it can run; one message per version."""
-        table, own = self.learner.table(worker)
-        place = worker.context.key, own, worker.limits
+        table, view = self.learner.table(worker)
+        place = worker.context.key, view, worker.limits
         version, message = self._tables.get(place, (-1, None))
         if message is None or version != table.version:
             message = table_message(table, worker.limits)

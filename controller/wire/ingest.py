@@ -55,6 +55,7 @@ def read_step(report: pb.StepReport, limits: Limits) -> StepRecord:
         report.num_verified_tokens if report.HasField("num_verified_tokens") else rows * (length + 1),
         report.draft_prefill_s,
         report.num_new_sequences,
+        elapsed_s=report.elapsed_s,
     )
     try:
         _check(step, limits, report.num_unobserved_sequences)
@@ -81,6 +82,7 @@ def _check(step: StepRecord, limits: Limits, num_unobserved: int) -> None:
         ("num_drafted_sequences", step.num_drafted_sequences, 0, rows if length else 0),
         ("num_verified_tokens", step.num_verified_tokens, rows, rows * (MAX_SPECULATION_LENGTH + 1)),
         ("draft_prefill_s", step.draft_prefill_s, 0.0, MAX_LATENCY_S),
+        ("elapsed_s", step.elapsed_s, 0.0, MAX_LATENCY_S),
         ("num_new_sequences", step.num_new_sequences, 0, limits.max_batch_size),
     ):
         if not least <= value <= most:

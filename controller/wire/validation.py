@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, ContextKey, Limits, Profile, ProfileCell
+from speclen.records import (
+    MAX_BATCH_SIZE,
+    MAX_SPECULATION_LENGTH,
+    Arm,
+    Choice,
+    ContextKey,
+    Hold,
+    Limits,
+    Profile,
+    ProfileCell,
+)
 from speclen.v1 import control_pb2 as pb
 
 MAX_INTEGER = 2**63 - 1  # of SQLite
 MIN_LATENCY_S, MAX_LATENCY_S = 1e-6, 3600.0  # of a step on any device
 MAX_TOKENS = 999_999_999
 MAX_PROBE_STEPS, USUAL_PROBE_STEPS = 16, 3
+MAX_TRANSITION_STEPS = 8
+MAX_HOLDS = 64
 MAX_CELLS = MAX_BATCH_SIZE * 4  # of one profile
 MAX_SENTENCE = 600  # characters of a refusal, which may quote what it refuses
 
@@ -86,6 +98,38 @@ def read_limits(message: pb.WorkerLimits) -> Limits:
 def read_probe_steps(message: pb.WorkerLimits) -> int:
     check_range("limits.probe_steps", message.probe_steps, 0, MAX_PROBE_STEPS)
     return message.probe_steps or USUAL_PROBE_STEPS
+
+
+def read_transition_steps(message: pb.WorkerLimits) -> int:
+    check_range("limits.transition_steps", message.transition_steps, 0, MAX_TRANSITION_STEPS)
+    return message.transition_steps
+
+
+def read_baseline(choices: Sequence[pb.BucketChoice], limits: Limits) -> tuple[Choice, ...]:
+    """Arms by ranges of batch sizes from 1 on without gaps; empty for none. Raises InvalidMessageError."""
+    check_range("the number of entries of baseline", len(choices), 0, MAX_BATCH_SIZE)
+    found, largest = [], 0
+    for one in choices:
+        arm = Arm(one.speculation_length, one.ngram)
+        if one.batch_min != largest + 1 or one.batch_max < one.batch_min:
+            sentence = (
+                f"baseline has the range {one.batch_min}-{one.batch_max} after batch size {largest}: leave no gaps"
+            )
+            raise InvalidMessageError("baseline", sentence)
+        if arm != arm.within(limits):
+            raise InvalidMessageError("baseline", f"baseline has the arm `{arm}`, which is beyond the worker's limits")
+        largest = one.batch_max
+        found.append(Choice(one.batch_min, one.batch_max, arm))
+    return tuple(found)
+
+
+def read_hold(message: pb.Hold, limits: Limits) -> Hold:
+    """Raises InvalidMessageError for a range or an arm beyond the limits of the context."""
+    arm = None if message.is_baseline else Arm(message.speculation_length, message.ngram)
+    hold = Hold(message.batch_min, message.batch_max, arm)
+    if reason := hold.reason_against(limits):
+        raise InvalidMessageError("holds", reason)
+    return hold
 
 
 def read_profile(message: pb.ImportProfileRequest) -> Profile:

@@ -19,9 +19,10 @@ from speclen.worker.config import parse_policy
 
 CONTROLLER = "SPECLEN_CONTROLLER"
 WORKER = "SPECLEN_WORKER_"
-SETTINGS = ("policy", "target", "draft", "worker_id", "run_id")
+SETTINGS = ("policy", "baseline", "target", "draft", "worker_id", "run_id")
 FILES = ("ca", "cert", "key", "token_file")  # behind CONTROLLER_
 SECURITY = ClientSecurity(prefix="--controller-")
+CONFIGURED = "configured"
 LOGGER = "vllm.speclen"  # below vLLM's own, whose handler and level are thereby ours
 
 
@@ -30,23 +31,35 @@ class VllmSettings:
     """Settings that `speclen worker` takes as flags.
 
     controller: HOST:PORT, or embedded.
-    policy: adaptive; profile for the lengths that vLLM was configured with; none or fixed:K. All of them report.
+    policy: adaptive; profile for the lengths that vLLM was configured with; shadow for these and trials of what is learned;
+    none or fixed:K. All of them report. baseline: configured, to compare learned lengths with those that vLLM was configured
+    with, or off.
     target, draft: names of the models for the controller; empty for vLLM's own.
     """
 
     controller: str
     policy: str = "adaptive"
+    baseline: str = OFF
     target: str = ""
     draft: str = ""
     worker_id: str = ""
     run_id: str = ""
     security: ClientSecurity = SECURITY
 
+    @property
+    def follows_table(self) -> bool:
+        """True if the controller's table is used."""
+        return self.policy in ("adaptive", "shadow")
+
     def __post_init__(self) -> None:
         if self.controller == OFF:
             raise ValueError(f"{CONTROLLER} is {OFF}")
         if self.controller != EMBEDDED:
             split_address(CONTROLLER, self.controller)
+        if self.baseline not in (OFF, CONFIGURED):
+            raise ValueError(f"--baseline {self.baseline} is unknown here: use {CONFIGURED}, for vLLM's own, or {OFF}")
+        if self.policy == "shadow" and self.baseline == OFF:
+            raise ValueError(f"--policy shadow serves with the baseline, which is off: give --baseline {CONFIGURED}")
         arm = parse_policy(self.policy)
         if arm is not None and arm.ngram:
             raise ValueError(

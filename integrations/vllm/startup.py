@@ -76,7 +76,7 @@ def changes_to(config: Any, table: Any) -> dict[str, Any] | None:
 
     own_config = config.additional_config
     try:
-        policy = settings_from(os.environ).policy
+        settings = settings_from(os.environ)
         check_config(config, is_whole=True)
     except (ValueError, AttributeError):  # the latter: a newer vLLM without the name
         return None
@@ -85,9 +85,9 @@ def changes_to(config: Any, table: Any) -> dict[str, Any] | None:
     rows, longest = config.scheduler_config.max_num_seqs, config.speculative_config.num_speculative_tokens
     build = import_module("vllm.v1.spec_decode.dynamic.utils").build_dynamic_sd_schedule_lookup
     lookup: list[int] = build(table or [(1, rows, longest)], rows, longest)
-    captured, arm = lookup, parse_policy(policy)
+    captured, arm = lookup, parse_policy(settings.policy)
     if has_full_graphs(config) and not is_recurrent(config):
-        if policy == "adaptive":
+        if settings.follows_table:
             captured = lookup_to_capture(lookup, learned_by(config), longest)
         elif arm is not None:
             captured = with_lengths(lookup, {min(arm.speculation_length, longest)})

@@ -22,7 +22,7 @@ from speclen.integrations.vllm.engine import (
     remarks,
     traits_of,
 )
-from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
+from speclen.integrations.vllm.settings import CONFIGURED, VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.startup import drafts_chosen
 from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTracker
 from speclen.integrations.vllm.timing import DeviceClock, device_clock
@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 # Choices of a probe. The first step of another length is not a usable sample of time: it verifies one and drafts another.
 PROBE_STEPS = 4
+TRANSITION_STEPS = 2  # after a change of length that are no samples in trials
 OVERLAPPED_PROBE_STEPS = 5  # where steps overlap without a device's clock: the least that gives one usable sample
 RESTART_S = 5.0  # pause after a failure that the client does not handle itself
 TELL_S = 60.0  # between two lines in the log
@@ -299,5 +300,7 @@ def control_for(
         run_id=settings.run_id,
         probe_steps=OVERLAPPED_PROBE_STEPS if overlapped and clock is None else PROBE_STEPS,
         evaluates=False,
+        transition_steps=TRANSITION_STEPS,
+        baseline=table.choices if settings.baseline == CONFIGURED and settings.follows_table else (),
     )
-    return ControlClient(card, table, follow=settings.policy == "adaptive")
+    return ControlClient(card, table, settings.follows_table)

@@ -205,6 +205,7 @@ class StepTracker:
         device_s = clock.seconds(step.mark, following.mark)
         if device_s is None:
             return record._replace(flags=record.flags | {StepFlag.OVERLAP})
+        record = record._replace(elapsed_s=record.latency_s)
         if record.flags:
             self._drifts.clear()
             return record._replace(latency_s=device_s)

@@ -7,6 +7,7 @@ columns of the database, so that conversions are mechanical.
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Sequence
 from itertools import count
@@ -158,7 +159,8 @@ class StepRecord(NamedTuple):
     class_histograms: (class, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where all
     are greedy. num_drafted_sequences: sequences for which the draft model drafted; num_verified_tokens: tokens that the
     target was given. draft_prefill_s: seconds of draft-model prefill since the previous step. num_new_sequences: admitted
-    as the step began. evaluations: of outputs that ended in it, some of them.
+    as the step began. evaluations: of outputs that ended in it, some of them. elapsed_s: wall time since the result of the
+    step before, for engines whose latency_s is another clock's; 0 if it is latency_s, or if the engine was idle between.
     """
 
     seq: int
@@ -176,6 +178,12 @@ class StepRecord(NamedTuple):
     draft_prefill_s: float = 0.0
     num_new_sequences: int = 0
     evaluations: tuple[OutputEvaluation, ...] = ()
+    elapsed_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Wall time between the results of the step before and of this one; the step's own time where that is unknown."""
+        return self.elapsed_s or self.latency_s
 
     @property
     def num_tokens(self) -> int:
@@ -217,13 +225,64 @@ class Table(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """An exploratory arm for num_steps consecutive steps of one worker at batch sizes batch_min to batch_max."""
+    """An exploratory arm for num_steps consecutive steps of one worker at batch sizes batch_min to batch_max.
+
+    is_trial: it compares the learned arm with the baseline, and runs on in steps with prefill, which do not count.
+    """
 
     probe_id: int
     batch_min: int
     batch_max: int
     arm: Arm
     num_steps: int = 3
+    is_trial: bool = False
+
+
+class Hold(NamedTuple):
+    """Arms that a person holds at a range of batch sizes. arm: None for those of each worker's baseline."""
+
+    batch_min: int
+    batch_max: int
+    arm: Arm | None
+
+    def reason_against(self, limits: Limits) -> str:
+        """The reason why a context with these limits cannot hold it, or ""."""
+        if not 1 <= self.batch_min <= self.batch_max:
+            return f"the batch range {self.batch_min}-{self.batch_max} is not one: write the smaller size first, from 1"
+        if self.arm is not None and self.arm != self.arm.within(limits):
+            return f"no worker of this context can run `{self.arm}`: its largest arm is `{limits.arms()[-1]}`"
+        return ""
+
+
+class Trial(NamedTuple):
+    """A measured comparison of the learned arm with the baseline's at about one batch size.
+
+    log_time: log of (step time of the learned arm / of the baseline's), by the wall clock. learned_tokens,
+    learned_sequences: generated tokens and sequences, summed over the counted steps of that side. log_tokens: log of the
+    ratio of tokens per step from pooled acceptance, with its standard error; None where only these sums tell it. lost_s:
+    seconds that the trial is expected to have cost. num_steps: steps at these batch sizes since the trial before.
+    is_baseline_used: True if the learned arm was tried while the baseline was in use.
+    """
+
+    batch_size: float
+    learned: Arm
+    baseline: Arm
+    log_time: float
+    learned_tokens: float
+    learned_sequences: float
+    baseline_tokens: float
+    baseline_sequences: float
+    log_tokens: float | None = None
+    log_tokens_stderr: float = 0.0
+    lost_s: float = 0.0
+    num_steps: int = 0
+    is_baseline_used: bool = False
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second of the learned arm over those of the baseline, by this trial alone."""
+        tokens = self.learned_tokens / self.learned_sequences * self.baseline_sequences / self.baseline_tokens
+        return (tokens if self.log_tokens is None else math.exp(self.log_tokens)) * math.exp(-self.log_time)
 
 
 class Decision(NamedTuple):

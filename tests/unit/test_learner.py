@@ -87,7 +87,7 @@ def test_an_isolated_worker_has_a_table_of_its_own(parts):
     worker, other = parts.worker(), parts.worker("v")
     assert parts.learner.table(worker)[0] is parts.learner.table(other)[0]
     parts.estimator.isolated.add("v")
-    assert [parts.learner.table(each)[1] for each in (worker, other)] == ["", "v"]
+    assert [parts.learner.table(each)[1].own for each in (worker, other)] == ["", "v"]
 
 
 def test_a_profile_makes_or_widens_its_context(parts):

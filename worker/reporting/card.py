@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from speclen.records import Limits
+from speclen.records import Choice, Limits
 from speclen.transport.embedded import EMBEDDED, OFF, EmbeddedController, FindController, at
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.reporting.messages import to_choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,11 @@ class ControlSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """probe_steps: as in pb.WorkerLimits. evaluates: True if finished outputs tell tokens per step of every arm."""
+    """A worker's registration.
+
+    probe_steps, transition_steps: as in pb.WorkerLimits. evaluates: True if finished outputs tell tokens per step of every
+    arm. baseline: arms that would be used without learning; empty if nothing is to be compared with them.
+    """
 
     worker_id: str
     epoch: int
@@ -41,12 +46,16 @@ class WorkerCard:
     run_id: str = ""
     probe_steps: int = 3
     evaluates: bool = True
+    transition_steps: int = 4
+    baseline: tuple[Choice, ...] = ()
 
     def identity(self) -> pb.WorkerIdentity:
         return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
 
     def limits_message(self) -> pb.WorkerLimits:
-        return pb.WorkerLimits(**self.limits._asdict(), probe_steps=self.probe_steps)
+        return pb.WorkerLimits(
+            **self.limits._asdict(), probe_steps=self.probe_steps, transition_steps=self.transition_steps
+        )
 
     def register_request(self) -> pb.RegisterWorkerRequest:
         return pb.RegisterWorkerRequest(
@@ -56,6 +65,7 @@ class WorkerCard:
             address=self.address,
             policy=self.policy,
             run_id=self.run_id,
+            baseline=to_choices(self.baseline),
         )
 
 

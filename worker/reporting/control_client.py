@@ -30,17 +30,22 @@ from speclen.worker.reporting.table import ArmTable, SteadyDrafts
 log = structlog.get_logger()
 
 MAX_PROBES = 16  # waiting for a step: none is used while all steps have prefill
+MAX_PREFILLS = 32  # steps with prefill in a trial
 MAX_SAMPLE_EVERY = 1024
 LAST_INTERVAL_S = 0.02  # between the last messages
 
 
 @dataclass(slots=True)
 class PendingProbe:
-    """A probe before its first step at a fitting batch size, or with steps left."""
+    """A probe before its first step at a fitting batch size, or with steps left.
+
+    prefills_left: steps with prefill that a trial may still run through.
+    """
 
     probe: Probe
     expires_at: float
     steps_left: int
+    prefills_left: int = 0
 
     def fits(self, batch_size: int) -> bool:
         return self.probe.batch_min <= batch_size <= self.probe.batch_max
@@ -90,6 +95,10 @@ class ControlClient:
         table = self.table
         arm = self._steady.arm_for(table, batch_size) if self.follow else table.arms[batch_size]
         begun, self._begun = self._begun, None
+        if with_prefill and begun is not None and begun.prefills_left and begun.fits(batch_size):
+            begun.prefills_left -= 1
+            self._begun = begun
+            return ArmChoice(begun.probe.arm, table.version, begun.probe.probe_id)
         waits = with_prefill and (arm.speculation_length or self.card.evaluates)
         if (begun or self._incoming or self._probes) and not waits:
             probe = self._next_probe(batch_size, begun)
@@ -178,4 +187,5 @@ class ControlClient:
         for message in messages if self.follow else ():
             probe = probe_of(message)
             if probe.arm == probe.arm.within(limits):
-                self._incoming.append(PendingProbe(probe, now + message.valid_for_s, probe.num_steps))
+                prefills = MAX_PREFILLS * probe.is_trial
+                self._incoming.append(PendingProbe(probe, now + message.valid_for_s, probe.num_steps, prefills))

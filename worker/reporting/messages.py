@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from speclen.records import Arm, Choice, Probe, StepFlag, StepRecord, Table
@@ -36,7 +37,12 @@ def _flat(record: StepRecord | Choice) -> dict[str, Any]:
 
 def to_table(version: int, choices: tuple[Choice, ...]) -> pb.LengthTable:
     """The table that a worker uses."""
-    return pb.LengthTable(decision_version=version, choices=[pb.BucketChoice(**_flat(choice)) for choice in choices])
+    return pb.LengthTable(decision_version=version, choices=to_choices(choices))
+
+
+def to_choices(choices: Iterable[Choice]) -> list[pb.BucketChoice]:
+    """Ranges of batch sizes with their arms."""
+    return [pb.BucketChoice(**_flat(choice)) for choice in choices]
 
 
 def table_of(message: pb.LengthTable) -> Table:
@@ -48,4 +54,5 @@ def table_of(message: pb.LengthTable) -> Table:
 def probe_of(message: pb.Probe) -> Probe:
     """The controller's probe."""
     arm = Arm(message.speculation_length, message.ngram)
-    return Probe(message.probe_id, message.batch_min, message.batch_max, arm, max(1, message.num_steps))
+    num_steps = max(1, message.num_steps)
+    return Probe(message.probe_id, message.batch_min, message.batch_max, arm, num_steps, message.is_trial)

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 import torch
 
-from speclen.records import Arm, Limits
+from speclen.records import PLAIN, Arm, Limits
 from speclen.v1 import control_pb2, generation_pb2
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig, parse_policy
@@ -31,7 +31,9 @@ log = structlog.get_logger()
 
 def initial_table(config: WorkerConfig, limits: Limits) -> tuple[ArmTable, bool]:
     """The table a worker starts with, and True if it follows the controller's. Raises ValueError for no profile."""
-    arm, follow = parse_policy(config.policy), config.policy == "adaptive"
+    arm, follow = parse_policy(config.policy), config.follows_table
+    if config.policy == "shadow":
+        return baseline_table(config, limits), True
     if follow and config.ngram and not config.has_draft:
         arm = Arm(0, ngram=True)
     if arm is not None:
@@ -39,6 +41,13 @@ def initial_table(config: WorkerConfig, limits: Limits) -> tuple[ArmTable, bool]
     if config.profile is not None:
         return table_from_file(config.profile, limits), follow
     return ArmTable.constant(DEFAULT_ARM, limits, "default"), True
+
+
+def baseline_table(config: WorkerConfig, limits: Limits) -> ArmTable:
+    """The arms that the worker would use without learning. Raises ValueError for no profile."""
+    if config.baseline == "profile" and config.profile is not None:
+        return table_from_file(config.profile, limits)
+    return ArmTable.constant(parse_policy(config.baseline, "--baseline") or PLAIN, limits, "policy")
 
 
 def make_control(config: WorkerConfig, pair: ModelPair, prepared: PreparedPair | Engine) -> ControlClient:
@@ -57,6 +66,7 @@ def make_control(config: WorkerConfig, pair: ModelPair, prepared: PreparedPair |
         policy=config.policy,
         run_id=config.run_id,
         probe_steps=SLOW_STEPS + 4 if prepared.target.slow_changes else 3,
+        baseline=() if config.baseline == "off" else baseline_table(config, prepared.limits).choices,
     )
     return ControlClient(card, table, follow)
 

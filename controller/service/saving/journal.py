@@ -22,7 +22,7 @@ from speclen.controller.estimator import Contexts
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import row_of
-from speclen.records import ContextKey, Decision, DriftEvent, Profile, StepRecord
+from speclen.records import ContextKey, Decision, DriftEvent, Hold, Profile, StepRecord, Table, Trial
 from speclen.store.database import Store
 from speclen.store.records import (
     Commit,
@@ -30,9 +30,11 @@ from speclen.store.records import (
     ContextRow,
     DecisionRow,
     DriftEventRow,
+    HoldsRow,
     ProfileRow,
     StateRow,
     StoreEventRow,
+    TrialRow,
     WorkerRow,
     filled,
 )
@@ -66,6 +68,8 @@ class Unsaved:
     drift_events: deque[DriftEventRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     profiles: list[ProfileRow] = field(default_factory=list)
     limits: list[ContextLimitsRow] = field(default_factory=list)
+    trials: deque[TrialRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
+    holds: dict[int, HoldsRow] = field(default_factory=dict)
 
     def add(self, newer: Unsaved) -> None:
         """Take over the changes that followed these."""
@@ -94,6 +98,7 @@ class Journal:
         self.estimator = estimator
         self.clock = clock
         self.interval_s = interval_s
+        self.in_use: Callable[[ContextKey], Table] = estimator.table  # the learner adds holds and verdicts
         self.max_waiting_reports = MAX_WAITING_REPORTS
         self.num_commits = 0
         self.num_failed_commits = 0
@@ -163,6 +168,15 @@ class Journal:
     def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
         more = {"after_group_id": after_group_id, "detected_at": self.clock()}
         self.note_context(context).drift_events.append(filled(DriftEventRow, event, context, **more))
+
+    def note_trial(self, context: Context, trial: Trial, worker: Worker, after_group_id: int) -> None:
+        """Keep a finished trial."""
+        row = rows.trial_row(context, trial, worker, after_group_id, self.clock())
+        self.note_context(context).trials.append(row)
+
+    def note_holds(self, context: Context, holds: Sequence[Hold]) -> None:
+        """Keep what is held, in place of what was before."""
+        self.note_context(context).holds[context.context_id] = rows.holds_row(context, holds, self.clock())
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
@@ -234,13 +248,15 @@ class Journal:
             workers=list(changes.workers.values()),
             reports=changes.reports,
             acceptance=rows.acceptance_rows(estimator, context, now),
-            arm_estimates=rows.estimate_rows(estimator, context, now),
+            arm_estimates=rows.estimate_rows(estimator, context, self.in_use(context.key), now),
             replaced_contexts=(context.context_id,),
             states=[StateRow(context.context_id, estimator.save(context.key), now)],
             decisions=changes.decisions,
             drift_events=changes.drift_events,
             profiles=changes.profiles,
             context_limits=changes.limits,
+            trials=changes.trials,
+            holds=list(changes.holds.values()),
             num_reports_dropped=changes.num_reports_dropped,
         )
 

@@ -14,10 +14,12 @@ from pathlib import Path
 import structlog
 
 from speclen.controller.estimator import Contexts
+from speclen.controller.service.guards import Guards
 from speclen.controller.service.registry import Context, Registry
 from speclen.controller.service.saving import rows
+from speclen.records import Hold, Trial
+from speclen.store import queries
 from speclen.store.connection import connect_reader
-from speclen.store.queries import stored_profiles
 from speclen.store.records import ProfileRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
@@ -32,7 +34,7 @@ def restore(
         for row in stored.contexts
     }
     with closing(connect_reader(database)) as connection:
-        profiles = stored_profiles(connection)
+        profiles = queries.stored_profiles(connection)
     for context in contexts.values():
         estimator.add_context(context.key, context.limits)
         _seed(estimator, context, profiles)
@@ -65,6 +67,27 @@ def _seed(estimator: Contexts, context: Context, profiles: Iterable[ProfileRow])
     for row in profiles:
         if row.context_id == context.context_id:
             estimator.seed_profile(context.key, row.profile)
+
+
+def restore_guards(guards: Guards, registry: Registry, database: Path) -> list[StoreEventRow]:
+    """Go on with the verdicts of stored trials and with what is held; returns what could not be used."""
+    contexts = {context.context_id: context for context in registry.contexts.values()}
+    aside: list[StoreEventRow] = []
+    with closing(connect_reader(database)) as connection:
+        trials, held = queries.trials(connection), queries.holds(connection)
+    by_context: dict[int, list[Trial]] = {}
+    for row in trials:
+        by_context.setdefault(row.context_id, []).append(row.trial)
+    for context_id, context in contexts.items():
+        holds: list[Hold] = []
+        for each in held:
+            if each.context_id == context_id:
+                try:
+                    holds = rows.holds_of(each)
+                except (ValueError, TypeError) as error:
+                    aside.append(set_aside(f"what is held of {context.key}", error, each.holds.encode()))
+        guards.restore(context.key, by_context.get(context_id, ()), holds)
+    return aside
 
 
 def _restore_worker(registry: Registry, row: WorkerRow, context: Context) -> list[StoreEventRow]:

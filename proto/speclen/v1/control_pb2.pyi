@@ -182,6 +182,7 @@ class WorkerLimits(google.protobuf.message.Message):
     MAX_SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     NGRAM_FIELD_NUMBER: builtins.int
     PROBE_STEPS_FIELD_NUMBER: builtins.int
+    TRANSITION_STEPS_FIELD_NUMBER: builtins.int
     max_batch_size: builtins.int
     """Largest number of sequences decoding in one step. 1 to 4096."""
     max_speculation_length: builtins.int
@@ -190,6 +191,8 @@ class WorkerLimits(google.protobuf.message.Message):
     """True if sequences can propose n-gram (prompt-lookup) tokens."""
     probe_steps: builtins.int
     """Consecutive steps of a probe. 1 to 16; 0: 3. More where the first step of another arm is no usable sample of time."""
+    transition_steps: builtins.int
+    """Steps after a change of arm that are no samples of the arm: 0 to 8."""
     def __init__(
         self,
         *,
@@ -197,8 +200,9 @@ class WorkerLimits(google.protobuf.message.Message):
         max_speculation_length: builtins.int = ...,
         ngram: builtins.bool = ...,
         probe_steps: builtins.int = ...,
+        transition_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_speculation_length", b"max_speculation_length", "ngram", b"ngram", "probe_steps", b"probe_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_speculation_length", b"max_speculation_length", "ngram", b"ngram", "probe_steps", b"probe_steps", "transition_steps", b"transition_steps"]) -> None: ...
 
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
 
@@ -300,6 +304,7 @@ class Probe(google.protobuf.message.Message):
     NGRAM_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
     VALID_FOR_S_FIELD_NUMBER: builtins.int
+    IS_TRIAL_FIELD_NUMBER: builtins.int
     probe_id: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
@@ -307,6 +312,8 @@ class Probe(google.protobuf.message.Message):
     ngram: builtins.bool
     num_steps: builtins.int
     valid_for_s: builtins.float
+    is_trial: builtins.bool
+    """A trial: it also runs in steps with prefill, which do not count as its steps."""
     def __init__(
         self,
         *,
@@ -317,8 +324,9 @@ class Probe(google.protobuf.message.Message):
         ngram: builtins.bool = ...,
         num_steps: builtins.int = ...,
         valid_for_s: builtins.float = ...,
+        is_trial: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "ngram", b"ngram", "num_steps", b"num_steps", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "is_trial", b"is_trial", "ngram", b"ngram", "num_steps", b"num_steps", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
 
 Global___Probe: typing_extensions.TypeAlias = Probe
 
@@ -345,6 +353,7 @@ class StepReport(google.protobuf.message.Message):
     NUM_NEW_SEQUENCES_FIELD_NUMBER: builtins.int
     EVALUATIONS_FIELD_NUMBER: builtins.int
     NUM_UNOBSERVED_SEQUENCES_FIELD_NUMBER: builtins.int
+    ELAPSED_S_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -373,6 +382,8 @@ class StepReport(google.protobuf.message.Message):
     """Sequences that do not show what they accepted: their request had ended when the result came, or a grammar forbade
     draft tokens. Less than batch_size.
     """
+    elapsed_s: builtins.float
+    """Wall time since the result of the step before, where latency_s is of another clock; 0: latency_s, or the engine was idle."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry j: sequences of which exactly j proposed tokens were accepted. With num_unobserved_sequences it sums to batch_size.
@@ -412,9 +423,10 @@ class StepReport(google.protobuf.message.Message):
         num_new_sequences: builtins.int = ...,
         evaluations: collections.abc.Iterable[Global___OutputEvaluation] | None = ...,
         num_unobserved_sequences: builtins.int = ...,
+        elapsed_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "num_drafted_sequences", b"num_drafted_sequences", "num_verified_tokens", b"num_verified_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prefill_s", b"draft_prefill_s", "evaluations", b"evaluations", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "ngram", b"ngram", "num_drafted_sequences", b"num_drafted_sequences", "num_new_sequences", b"num_new_sequences", "num_unobserved_sequences", b"num_unobserved_sequences", "num_verified_tokens", b"num_verified_tokens", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prefill_s", b"draft_prefill_s", "elapsed_s", b"elapsed_s", "evaluations", b"evaluations", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "ngram", b"ngram", "num_drafted_sequences", b"num_drafted_sequences", "num_new_sequences", b"num_new_sequences", "num_unobserved_sequences", b"num_unobserved_sequences", "num_verified_tokens", b"num_verified_tokens", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences"]) -> typing.Literal["num_drafted_sequences"] | None: ...
     @typing.overload
@@ -476,10 +488,11 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    BASELINE_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where the worker's GenerationService listens, for people to find it."""
     policy: builtins.str
-    """Use that the worker makes of the table: "adaptive" follows it, "profile" and arms ("fixed:4", "n-gram") do not."""
+    """Use that the worker makes of the table: "adaptive" and "shadow" follow it (the latter gets its baseline), others do not."""
     run_id: builtins.str
     """When set, a controller whose run_id is another one refuses the worker."""
     @property
@@ -488,6 +501,10 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     def context(self) -> Global___ContextKey: ...
     @property
     def limits(self) -> Global___WorkerLimits: ...
+    @property
+    def baseline(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
+        """Arms that the worker would use without learning, ascending and without gaps. Empty: nothing is compared with them."""
+
     def __init__(
         self,
         *,
@@ -497,9 +514,10 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
         address: builtins.str = ...,
         policy: builtins.str = ...,
         run_id: builtins.str = ...,
+        baseline: collections.abc.Iterable[Global___BucketChoice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "limits", b"limits", "worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "context", b"context", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "baseline", b"baseline", "context", b"context", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "worker", b"worker"]) -> None: ...
 
 Global___RegisterWorkerRequest: typing_extensions.TypeAlias = RegisterWorkerRequest
 
@@ -861,6 +879,81 @@ class ImportProfileResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_cells", b"num_cells", "profile_id", b"profile_id"]) -> None: ...
 
 Global___ImportProfileResponse: typing_extensions.TypeAlias = ImportProfileResponse
+
+@typing.final
+class Hold(google.protobuf.message.Message):
+    """Arms that a person holds at a range of batch sizes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCH_MIN_FIELD_NUMBER: builtins.int
+    BATCH_MAX_FIELD_NUMBER: builtins.int
+    IS_BASELINE_FIELD_NUMBER: builtins.int
+    SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
+    batch_min: builtins.int
+    batch_max: builtins.int
+    is_baseline: builtins.bool
+    """True: those of the worker's baseline; the next two fields are ignored."""
+    speculation_length: builtins.int
+    ngram: builtins.bool
+    def __init__(
+        self,
+        *,
+        batch_min: builtins.int = ...,
+        batch_max: builtins.int = ...,
+        is_baseline: builtins.bool = ...,
+        speculation_length: builtins.int = ...,
+        ngram: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "is_baseline", b"is_baseline", "ngram", b"ngram", "speculation_length", b"speculation_length"]) -> None: ...
+
+Global___Hold: typing_extensions.TypeAlias = Hold
+
+@typing.final
+class SetHoldsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    release: builtins.bool
+    """Release all that was held before."""
+    @property
+    def context(self) -> Global___ContextKey:
+        """Absent: every context."""
+
+    @property
+    def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Hold]:
+        """Added to those held before. Of two that overlap the later one counts."""
+
+    def __init__(
+        self,
+        *,
+        context: Global___ContextKey | None = ...,
+        holds: collections.abc.Iterable[Global___Hold] | None = ...,
+        release: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_context", b"_context", "context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_context", b"_context", "context", b"context", "holds", b"holds", "release", b"release"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_context", b"_context"]) -> typing.Literal["context"] | None: ...
+
+Global___SetHoldsRequest: typing_extensions.TypeAlias = SetHoldsRequest
+
+@typing.final
+class SetHoldsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_CONTEXTS_FIELD_NUMBER: builtins.int
+    num_contexts: builtins.int
+    def __init__(
+        self,
+        *,
+        num_contexts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_contexts", b"num_contexts"]) -> None: ...
+
+Global___SetHoldsResponse: typing_extensions.TypeAlias = SetHoldsResponse
 
 @typing.final
 class GetControllerInfoRequest(google.protobuf.message.Message):

@@ -63,6 +63,11 @@ class ControlServiceStub(object):
                 request_serializer=speclen_dot_v1_dot_control__pb2.ImportProfileRequest.SerializeToString,
                 response_deserializer=speclen_dot_v1_dot_control__pb2.ImportProfileResponse.FromString,
                 _registered_method=True)
+        self.SetHolds = channel.unary_unary(
+                '/speclen.v1.ControlService/SetHolds',
+                request_serializer=speclen_dot_v1_dot_control__pb2.SetHoldsRequest.SerializeToString,
+                response_deserializer=speclen_dot_v1_dot_control__pb2.SetHoldsResponse.FromString,
+                _registered_method=True)
         self.GetControllerInfo = channel.unary_unary(
                 '/speclen.v1.ControlService/GetControllerInfo',
                 request_serializer=speclen_dot_v1_dot_control__pb2.GetControllerInfoRequest.SerializeToString,
@@ -116,6 +121,14 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetHolds(self, request, context):
+        """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
+        INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetControllerInfo(self, request, context):
         """Names the run, database and process of the controller.
         """
@@ -150,6 +163,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ImportProfile,
                     request_deserializer=speclen_dot_v1_dot_control__pb2.ImportProfileRequest.FromString,
                     response_serializer=speclen_dot_v1_dot_control__pb2.ImportProfileResponse.SerializeToString,
+            ),
+            'SetHolds': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetHolds,
+                    request_deserializer=speclen_dot_v1_dot_control__pb2.SetHoldsRequest.FromString,
+                    response_serializer=speclen_dot_v1_dot_control__pb2.SetHoldsResponse.SerializeToString,
             ),
             'GetControllerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetControllerInfo,
@@ -296,6 +314,33 @@ class ControlService(object):
             '/speclen.v1.ControlService/ImportProfile',
             speclen_dot_v1_dot_control__pb2.ImportProfileRequest.SerializeToString,
             speclen_dot_v1_dot_control__pb2.ImportProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetHolds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speclen.v1.ControlService/SetHolds',
+            speclen_dot_v1_dot_control__pb2.SetHoldsRequest.SerializeToString,
+            speclen_dot_v1_dot_control__pb2.SetHoldsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,6 +105,22 @@ _ControlServiceImportProfileType = typing_extensions.TypeVar(
     ],
 )
 
+_ControlServiceSetHoldsType = typing_extensions.TypeVar(
+    '_ControlServiceSetHoldsType',
+    grpc.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.SetHoldsRequest,
+        speclen.v1.control_pb2.SetHoldsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.SetHoldsRequest,
+        speclen.v1.control_pb2.SetHoldsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.SetHoldsRequest,
+        speclen.v1.control_pb2.SetHoldsResponse,
+    ],
+)
+
 _ControlServiceGetControllerInfoType = typing_extensions.TypeVar(
     '_ControlServiceGetControllerInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _ControlServiceGetControllerInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _ControlServiceReportStepType, _ControlServiceStreamReportsType, _ControlServiceGetLearnedTableType, _ControlServiceImportProfileType, _ControlServiceGetControllerInfoType]):
+class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _ControlServiceReportStepType, _ControlServiceStreamReportsType, _ControlServiceGetLearnedTableType, _ControlServiceImportProfileType, _ControlServiceSetHoldsType, _ControlServiceGetControllerInfoType]):
     """Protocol between workers and the controller.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
@@ -149,6 +165,10 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
         grpc.UnaryUnaryMultiCallable[
             speclen.v1.control_pb2.ImportProfileRequest,
             speclen.v1.control_pb2.ImportProfileResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            speclen.v1.control_pb2.SetHoldsRequest,
+            speclen.v1.control_pb2.SetHoldsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             speclen.v1.control_pb2.GetControllerInfoRequest,
@@ -179,6 +199,10 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
             speclen.v1.control_pb2.ImportProfileResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            speclen.v1.control_pb2.SetHoldsRequest,
+            speclen.v1.control_pb2.SetHoldsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             speclen.v1.control_pb2.GetControllerInfoRequest,
             speclen.v1.control_pb2.GetControllerInfoResponse,
         ],
@@ -206,6 +230,11 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
     ImportProfile: _ControlServiceImportProfileType
     """Seeds a context from an offline profile."""
 
+    SetHolds: _ControlServiceSetHoldsType
+    """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
+    INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+    """
+
     GetControllerInfo: _ControlServiceGetControllerInfoType
     """Names the run, database and process of the controller."""
 
@@ -229,6 +258,10 @@ ControlServiceAsyncStub: typing_extensions.TypeAlias = ControlServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         speclen.v1.control_pb2.ImportProfileRequest,
         speclen.v1.control_pb2.ImportProfileResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.SetHoldsRequest,
+        speclen.v1.control_pb2.SetHoldsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         speclen.v1.control_pb2.GetControllerInfoRequest,
@@ -289,6 +322,16 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.ImportProfileResponse, collections.abc.Awaitable[speclen.v1.control_pb2.ImportProfileResponse]]:
         """Seeds a context from an offline profile."""
+
+    @abc.abstractmethod
+    def SetHolds(
+        self,
+        request: speclen.v1.control_pb2.SetHoldsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[speclen.v1.control_pb2.SetHoldsResponse, collections.abc.Awaitable[speclen.v1.control_pb2.SetHoldsResponse]]:
+        """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
+        INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+        """
 
     @abc.abstractmethod
     def GetControllerInfo(

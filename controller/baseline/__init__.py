@@ -1,0 +1,1 @@
+"""The measured comparison of learned arms with the baseline: trials, verdicts, and what follows from them."""

@@ -1,0 +1,86 @@
+"""The guards of all contexts, between the learner and the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from speclen.controller.baseline.guard import Guard, Verdict, arm_of, range_of
+from speclen.controller.service.registry import Context, Worker
+from speclen.controller.service.saving.journal import Journal
+from speclen.records import Choice, ContextKey, Decision, Hold, Probe, StepRecord, Table, Trial
+
+SHADOW = "shadow"
+
+
+class View(NamedTuple):
+    """Parts of a worker that its table depends on. own: its id if it is isolated, else ""."""
+
+    own: str
+    baseline: tuple[Choice, ...]
+    is_shadow: bool
+
+
+def view_of(worker: Worker, own: str) -> View:
+    """The view of a worker that may be isolated."""
+    return View(own, worker.baseline, worker.policy == SHADOW)
+
+
+class Guards:
+    """Trials and holds by context. Tables and trials are of one thread, as the learner."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.guards: dict[ContextKey, Guard] = {}
+        self._views: dict[ContextKey, View] = {}  # the newest of workers that are not isolated
+
+    def of(self, key: ContextKey) -> Guard:
+        """The guard of a context, made where there is none."""
+        return self.guards.setdefault(key, Guard())
+
+    def restore(self, key: ContextKey, trials: Iterable[Trial], holds: Sequence[Hold]) -> None:
+        """Take what an earlier process stored, in order."""
+        guard = self.of(key)
+        for trial in trials:
+            guard.take(range_of(trial.batch_size), trial)
+            guard.num_trials += 1
+        guard.holds = tuple(holds)
+
+    def table(self, key: ContextKey, learned: Table, view: View) -> Table:
+        """The table that a worker uses."""
+        if not view.own:
+            self._views[key] = view
+        return self.of(key).table(learned, view.baseline, view.is_shadow)
+
+    def in_use(self, key: ContextKey, learned: Table) -> Table:
+        """The table of the workers that are not isolated, with the baseline of the newest."""
+        return self.table(key, learned, self._views.get(key, View("", (), False)))
+
+    def observe(self, worker: Worker, steps: Sequence[StepRecord], learned: Table, group_id: int) -> list[Decision]:
+        """Learn from consecutive steps; keeps finished trials, and returns the changes that they brought."""
+        context, decisions = worker.context, []
+        for found in self.of(context.key).observe(worker.worker_id, steps, worker.transition_steps):
+            if isinstance(found, Trial):
+                self.journal.note_trial(context, found, worker, group_id)
+            else:
+                decisions.append(self._decision(context.key, found, learned, worker.baseline))
+        return decisions
+
+    def _decision(self, key: ContextKey, verdict: Verdict, learned: Table, baseline: Sequence[Choice]) -> Decision:
+        low, high = verdict.batch_min, min(verdict.batch_max, learned.choices[-1].batch_max)
+        arms = [learned.arm_for(low), arm_of(baseline, low)]
+        before, after = arms if verdict.uses_baseline else arms[::-1]
+        version = learned.version + self.of(key).version
+        return Decision(key, low, high, version, before, after, None, None, verdict.reason)
+
+    def next_trial(self, worker: Worker, learned: Table) -> Probe | None:
+        """A trial for the worker's next steps; mostly None."""
+        shadow = worker.policy == SHADOW
+        guard = self.of(worker.context.key)
+        return guard.next_trial(worker.worker_id, worker.last_batch_size, learned, worker.baseline, shadow)
+
+    def hold(self, context: Context, holds: Sequence[Hold], release: bool) -> None:
+        """Hold more arms at ranges of batch sizes. release: end what was held before."""
+        guard = self.of(context.key)
+        guard.hold(holds, release)
+        self.journal.note_holds(context, guard.holds)

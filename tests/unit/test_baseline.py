@@ -1,0 +1,312 @@
+"""Trials of learned arms against the baseline: blocks in reports, the interval of the gain, and the guard's verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from speclen.controller.baseline.acceptance import Acceptance
+from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks
+from speclen.controller.baseline.gain import gain_of, t_quantile
+from speclen.controller.baseline.guard import DEFAULT, Guard, Range, bounds_of, range_of
+from speclen.records import Arm, Choice, Hold, Limits, StepFlag, StepRecord, Table, Trial
+
+LEARNED, BASELINE = Arm(3), Arm(1)
+TABLE, BASE = Table(7, (Choice(1, 32, LEARNED, 4.0),)), (Choice(1, 32, BASELINE),)
+
+
+def step(seq, arm=LEARNED, seconds=0.02, batch=4, probe_id=0, flags=(), runs=None):
+    runs = runs or tuple(batch if j == 0 else 0 for j in range(arm.max_tokens + 1))
+    return StepRecord(seq, batch, arm, seconds, runs, probe_id=probe_id, flags=frozenset(flags))
+
+
+class Machine:
+    """Steps of one worker: seconds by arm, times a factor that changes; a clock that is late by a share of a step."""
+
+    def __init__(self, seconds, late=0.0, noise=0.0, level=lambda seq: 1.0, seed=0):
+        self.seconds, self.late, self.noise, self.level = seconds, late, noise, level
+        self.seq, self._carried, self.rng = 0, 0.0, np.random.default_rng(seed)
+
+    def step(self, arm, batch=4, probe_id=0, flags=(), chance=0.7):
+        self.seq += 1
+        true_s = self.seconds[arm] * self.level(self.seq) * math.exp(self.noise * self.rng.standard_normal())
+        said_s, self._carried = self._carried + (1.0 - self.late) * true_s, self.late * true_s
+        runs = self.rng.geometric(1.0 - chance, batch) - 1
+        histogram = np.bincount(np.minimum(runs, arm.max_tokens), minlength=arm.max_tokens + 1)
+        return step(self.seq, arm, max(said_s, 1e-6), batch, probe_id, flags, tuple(histogram.tolist()))
+
+
+def play(guard, machine, num_steps, batches=(4,), chance=0.7, shadow=False, lost=0.0):
+    """Serve num_steps with the guard's table and trials; returns the verdicts and trials that came, with their step."""
+    found, probe, left, waiting = [], None, 0, []
+    table = guard.table(TABLE, BASE, shadow)
+    for number in range(num_steps):
+        batch = batches[number // 40 % len(batches)]
+        if left and probe.batch_min <= batch <= probe.batch_max:
+            arm, probe_id, left = probe.arm, probe.probe_id, left - 1
+        else:
+            arm, probe_id, left = table.arm_for(batch), 0, 0
+        made = machine.step(arm, batch, probe_id, chance=chance)
+        if machine.rng.random() >= lost:
+            waiting.append(made)
+        if len(waiting) >= 8:
+            found += [(number, each) for each in guard.observe("w", waiting, transition=2)]
+            waiting, table = [], guard.table(TABLE, BASE, shadow)
+            offered = guard.next_trial("w", batch, TABLE, BASE, shadow)
+            probe, left = (offered, offered.num_steps) if offered else (probe, left)
+    return found
+
+
+def trials_of(found):
+    return [each for _, each in found if isinstance(each, Trial)]
+
+
+def verdicts_of(found):
+    return [(number, each) for number, each in found if not isinstance(each, Trial)]
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("late", [0.0, 0.3, 1.0], ids=["own clock", "30% with the next step", "one step late"])
+@pytest.mark.parametrize("drift", [0.0, 0.002], ids=["steady", "slowing down"])
+def test_the_time_ratio_is_the_blocks_whatever_the_clock(late, drift):
+    machine = Machine({LEARNED: 0.02, BASELINE: 0.015}, late, level=lambda seq: math.exp(drift * seq))
+    found = trials_of(play(Guard(), machine, 1200))
+    assert len(found) >= 4
+    assert [each.log_time for each in found] == pytest.approx([math.log(0.02 / 0.015)] * len(found), abs=0.003)
+
+
+def test_the_steps_after_a_change_of_arm_do_not_count():
+    blocks, seq = Blocks(transition=4), 0
+    results = []
+    for arm, probe_id, num in ((LEARNED, 0, 40), (BASELINE, 9, BLOCK_STEPS), (LEARNED, 0, 40)):
+        if probe_id:
+            blocks.begin(probe_id)
+        for place in range(num):
+            seq += 1
+            slow = 5.0 if place < 4 and seq > 4 else 1.0
+            results.append(blocks.add(step(seq, arm, 0.01 * slow * (2.0 if probe_id else 1.0), probe_id=probe_id)))
+    (compared,) = filter(None, results)
+    assert compared.log_time == pytest.approx(math.log(2.0))
+    assert compared.trial.num_steps == BLOCK_STEPS - 4
+
+
+def test_steps_with_prefill_and_compilation_do_not_count():
+    blocks, results = Blocks(transition=0), []
+    for seq in range(1, 120):
+        trial = 40 <= seq < 72
+        if seq == 40:
+            blocks.begin(9)
+        flags, seconds = (StepFlag.PREFILL,) if seq % 2 else (), 3.0 if seq % 2 else 0.02 if trial else 0.01
+        results.append(blocks.add(step(seq, BASELINE if trial else LEARNED, seconds, probe_id=9 * trial, flags=flags)))
+    (compared,) = filter(None, results)
+    assert compared.log_time == pytest.approx(math.log(2.0))
+
+
+def test_batch_sizes_that_differ_are_compared_by_a_curve():
+    machine = Machine({LEARNED: 0.02, BASELINE: 0.015})
+    machine.level = lambda seq: 1.0
+    guard, sizes = Guard(), (8, 9, 10, 11, 12)
+    plain_step = machine.step
+    machine.step = lambda arm, batch, *rest, **more: plain_step(arm, batch, *rest, **more)._replace(
+        latency_s=machine.seconds[arm] * batch**0.5
+    )
+    found = trials_of(play(guard, machine, 3000, batches=sizes))
+    assert np.mean([each.log_time for each in found]) == pytest.approx(math.log(0.02 / 0.015), abs=0.02)
+
+
+@pytest.mark.parametrize("gap", [1, 1000, -5], ids=["one lost", "long silence", "another incarnation"])
+def test_a_trial_survives_lost_reports_but_not_a_long_silence(gap):
+    blocks, results = Blocks(transition=0), []
+    seqs = [*range(1, 41), *range(41, 57), *range(57, 80)]
+    seqs = [seq if place < 60 else max(1, seq + gap) for place, seq in enumerate(seqs)]
+    for place, seq in enumerate(seqs):
+        if place == 40:
+            blocks.begin(9)
+        results.append(blocks.add(step(seq, LEARNED, probe_id=9 * (40 <= place < 56))))
+    assert bool([each for each in results if each]) == (gap == 1)
+    assert not blocks.is_busy
+
+
+# Acceptance
+
+
+def test_acceptance_of_long_drafts_tells_that_of_short_ones():
+    pool, rng = Acceptance(), np.random.default_rng(3)
+    runs = np.minimum(rng.geometric(0.3, 20_000) - 1, 5)
+    pool.add(5, np.bincount(runs, minlength=6).tolist())
+    ratio, stderr = pool.log_ratio(Arm(3), Arm(1))
+    tokens = [1 + sum(0.7**j for j in range(1, length + 1)) for length in (3, 1)]
+    assert ratio == pytest.approx(math.log(tokens[0] / tokens[1]), abs=3 * stderr)
+    assert 0.0 < stderr < 0.01
+    assert pool.log_ratio(Arm(2), Arm(2))[0] == 0.0
+    assert pool.log_ratio(Arm(6), Arm(1)) is None  # no draft was that long
+    assert pool.log_ratio(Arm(0, ngram=True), Arm(1)) is None
+
+
+# Gain
+
+
+def made_trial(rng, log_gain, spread=0.05, pooled=True, alike=0.0):
+    log_tokens = 0.3
+    if pooled:
+        return Trial(
+            4, LEARNED, BASELINE, log_tokens - log_gain + spread * rng.standard_normal(), 1, 1, 1, 1, log_tokens
+        )
+    shared = math.exp(alike)
+    learned, baseline = (math.exp(spread * rng.standard_normal()) for _ in range(2))
+    sums = 2.0 * shared * learned * 96, 96, 2.0 * math.exp(-log_tokens) * shared * baseline * 48, 48
+    return Trial(4, LEARNED, BASELINE, log_tokens - log_gain, *sums)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled tokens", "tokens of the trials"])
+def test_the_interval_covers(pooled):
+    # 400 intervals at 95%: 366 are missed with a chance of 1 in 1,000.
+    rng, hits = np.random.default_rng(5), 0
+    for _ in range(400):
+        gain = gain_of([made_trial(rng, 0.05, pooled=pooled) for _ in range(20)], [1.0] * 20)
+        low, high = gain.interval()
+        hits += low <= math.exp(0.05) <= high
+    assert hits >= 366
+
+
+def test_the_interval_widens_where_neighbouring_trials_are_alike():
+    rng, widths = np.random.default_rng(6), []
+    for keep in (0.0, 0.8):
+        drift, trials = 0.0, []
+        for _ in range(60):
+            drift = keep * drift + math.sqrt(1 - keep**2) * rng.standard_normal()
+            trials.append(made_trial(rng, 0.05 + 0.05 * drift, spread=0.0))
+        low, high = gain_of(trials, [1.0] * 60).interval()
+        widths.append(high - low)
+    assert widths[1] > 1.5 * widths[0]
+
+
+def test_a_jump_in_the_middle_of_a_trial_moves_the_gain_little():
+    rng = np.random.default_rng(7)
+    trials = [made_trial(rng, 0.05) for _ in range(20)]
+    spoiled = [*trials, trials[0]._replace(log_time=trials[0].log_time + 2.0)]
+    assert gain_of(spoiled, [1.0] * 21).log_ratio == pytest.approx(gain_of(trials, [1.0] * 20).log_ratio, abs=0.02)
+
+
+def test_one_trial_has_no_interval():
+    assert gain_of([], []) is None
+    assert gain_of([made_trial(np.random.default_rng(1), 0.1)], [1.0]).interval() == (0.0, math.inf)
+
+
+def test_student_quantiles():
+    assert [t_quantile(0.975, freedom) for freedom in (5, 10, 30, 1e6)] == pytest.approx(
+        [2.571, 2.228, 2.042, 1.960], rel=0.01
+    )
+
+
+# Guard
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_a_slower_learned_arm_gives_way_to_the_baseline_and_returns(late):
+    machine = Machine({LEARNED: 0.030, BASELINE: 0.015}, late, noise=0.05)  # 2.5 tokens against 1.7
+    guard = Guard()
+    (number, verdict), *others = verdicts_of(play(guard, machine, 4000))
+    assert number < 3000
+    assert verdict.uses_baseline
+    assert "the baseline is used" in verdict.reason
+    assert not others
+    assert guard.table(TABLE, BASE).arm_for(4) == BASELINE
+    assert guard.table(TABLE, BASE).arm_for(16) == LEARNED  # another range
+    machine.seconds[LEARNED] = 0.016
+    (_, verdict), *_ = verdicts_of(play(guard, machine, 60_000))
+    assert not verdict.uses_baseline
+    assert guard.table(TABLE, BASE).arm_for(4) == LEARNED
+
+
+def test_a_better_learned_arm_stays_and_trials_become_rare():
+    machine = Machine({LEARNED: 0.016, BASELINE: 0.015}, noise=0.05)
+    guard = Guard()
+    first, later = play(guard, machine, 3000), play(guard, machine, 20_000)
+    assert not verdicts_of(first + later)
+    assert len(trials_of(first)) * BLOCK_STEPS <= 0.1 * 3000
+    assert len(trials_of(later)) * BLOCK_STEPS <= 0.022 * 20_000
+    spent_s = 23_000 * 0.016
+    assert sum(trial.lost_s for trial in trials_of(first + later)) <= 0.005 * spent_s
+
+
+def test_a_dear_baseline_is_tried_rarely():
+    machine = Machine({LEARNED: 0.016, BASELINE: 0.16}, noise=0.02)
+    found = trials_of(play(Guard(), machine, 30_000))
+    lost_s = len(found) * BLOCK_STEPS * (0.16 - 0.016 * 1.7 / 2.5)
+    assert len(found) >= 2
+    assert lost_s <= 0.012 * 30_000 * 0.016 + 2.6  # one more than the budget allows
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_equal_arms_do_not_fall_back(pooled):
+    # 27,000 trials are 200 hours at 30 steps a second and 2% of the steps.
+    rng, place, falls = np.random.default_rng(8), Range(), 0
+    for _ in range(3000):
+        noise = 0.02 if rng.random() < 0.7 else 0.2
+        place.add(made_trial(rng, 0.0, noise, pooled), DEFAULT)
+        falls += bool(place.judge(DEFAULT))
+    assert falls == 0
+
+
+def test_reports_that_are_lost_do_not_stop_trials():
+    machine = Machine({LEARNED: 0.030, BASELINE: 0.015}, noise=0.05)
+    assert verdicts_of(play(Guard(), machine, 6000, lost=0.2))
+
+
+def test_shadow_serves_the_baseline_and_tries_the_learned_arm():
+    machine = Machine({LEARNED: 0.016, BASELINE: 0.015}, noise=0.02)
+    guard = Guard()
+    found = trials_of(play(guard, machine, 6000, shadow=True))
+    assert guard.table(TABLE, BASE, shadow=True).arm_for(4) == BASELINE
+    assert all(trial.is_baseline_used for trial in found)
+    assert 0.03 <= len(found) * BLOCK_STEPS / 6000 <= 0.055
+    assert guard.ranges[range_of(4)].gain.ratio == pytest.approx(2.53 / 1.7 * 15 / 16, rel=0.05)
+
+
+def test_nothing_is_compared_without_a_baseline_or_with_equal_arms():
+    machine = Machine({LEARNED: 0.02, BASELINE: 0.02})
+    guard = Guard()
+    play(guard, machine, 400)
+    assert guard.next_trial("w", 4, TABLE, ()) is None
+    assert guard.next_trial("w", 4, TABLE, TABLE.choices) is None
+    assert guard.next_trial("unknown", 4, TABLE, BASE) is None
+    assert guard.table(TABLE, ()) is TABLE
+
+
+def test_a_worker_that_leaves_in_a_trial_does_not_hold_up_others():
+    machine, guard = Machine({LEARNED: 0.02, BASELINE: 0.02}), Guard()
+    for _ in range(50):
+        guard.observe("gone", [machine.step(LEARNED) for _ in range(8)], 2)
+        if guard.next_trial("gone", 4, TABLE, BASE):
+            break
+    other = Machine({LEARNED: 0.02, BASELINE: 0.02})
+    assert trials_of(play(guard, other, 1500))
+
+
+def test_holds_come_before_everything_and_add_up():
+    guard = Guard()
+    guard.hold([Hold(8, 16, Arm(2)), Hold(16, 32, None)], release=False)
+    table = guard.table(TABLE, BASE)
+    assert [table.arm_for(size) for size in (7, 8, 15, 16, 32)] == [LEARNED, Arm(2), Arm(2), BASELINE, BASELINE]
+    assert table.version > TABLE.version
+    guard.hold([], release=True)
+    assert guard.table(TABLE, BASE).arm_for(8) == LEARNED
+    assert "smaller size first" in Hold(8, 2, None).reason_against(Limits())
+    assert "largest arm" in Hold(1, 2, Arm(9)).reason_against(Limits(32, 8))
+
+
+def test_stored_trials_bring_the_verdict_back():
+    machine, guard, again = Machine({LEARNED: 0.030, BASELINE: 0.015}, noise=0.05), Guard(), Guard()
+    for trial in trials_of(play(guard, machine, 4000)):
+        again.take(range_of(trial.batch_size), trial)
+    assert again.table(TABLE, BASE).choices == guard.table(TABLE, BASE).choices
+
+
+def test_ranges_double():
+    assert [range_of(size) for size in (1, 2, 3, 4, 5, 8, 9, 4096)] == [0, 1, 2, 2, 3, 3, 4, 12]
+    assert [bounds_of(number) for number in (0, 1, 2, 3, 12)] == [(1, 1), (2, 2), (3, 4), (5, 8), (2049, 4096)]
