@@ -204,9 +204,13 @@ def in_one_line(error: Exception) -> str:
     return "".join(each if each.isprintable() else "?" for each in words)[:MOST_SAID]
 
 
+# What SQLite says of damaged content under a code that says less.
+CORRUPT = ("Could not decode to UTF-8", "malformed database schema")
+
+
 def is_corruption(error: Exception) -> bool:
     """True if the content of the file is wrong, as opposed to a full or busy disk."""
-    if isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8"):
+    if isinstance(error, UnicodeDecodeError) or str(error).startswith(CORRUPT):
         return True
     return primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
