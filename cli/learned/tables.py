@@ -46,7 +46,10 @@ def tables(
         False, "--json", help="Print the same as JSON: the rows of the view choices, with the gain."
     ),
 ) -> None:
-    """Show the arm in use by batch size: ms per token, measured gain over the baseline, samples and their age.
+    """Show the arm in use by batch size: ms per token, gain, samples and their age.
+
+    The gain is measured where a worker has a baseline. Without one, it is the
+    expected ratio to plain decoding.
 
     Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`;
     `(+2)` are two more. From 120 columns on, the neighbours of the arm are
@@ -133,7 +136,8 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
 
     rows: of the view choices, or the part of them that a worker knows.
     """
-    cells = [cells_of(row, width >= WIDE) for row in rows]
+    is_measured = any(row.get("gain") is not None for row in rows)
+    cells = [cells_of(row, width >= WIDE, is_measured) for row in rows]
     table = table_without_lines(width)
     used = [heading for heading in cells[0] if any(row[heading] for row in cells)]
     for heading in used:
@@ -143,15 +147,16 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
     return table
 
 
-def cells_of(row: Row, wide: bool) -> dict[str, str]:
-    """The cells of a range by heading; "" for what is unknown."""
+def cells_of(row: Row, wide: bool, is_measured: bool) -> dict[str, str]:
+    """The cells of a range by heading; "" for what is unknown. is_measured: leave out the ratio that is only expected."""
     known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
-    num_steps = row.get("num_steps")
+    speedup, num_steps = row.get("speedup"), row.get("num_steps")
     cells = {
         "batch": row["batch_bucket"],
         "arm": arm_and_equals(row["arm"], row.get("equal_arms"), WIDE_ARM_WIDTH if wide else ARM_WIDTH),
         "ms/token": "" if known is None else short(known),
         "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
+        "vs plain": "" if speedup is None or is_measured else f"{speedup:.2f}x",
         "gain": gain_text(row.get("gain")),
         "steps": "" if num_steps is None else count(num_steps),
         "age": age_of(row.get("last_step_at")),

@@ -11,6 +11,7 @@ from speclen.cli.app import app
 from speclen.cli.learned.gain import seconds_of
 from speclen.cli.support.errors import UserError
 from speclen.store.records import TrialRow
+from tests.support.database_rows import write_database
 from tests.support.store_rows import NOW, moment, rows, written
 
 
@@ -50,6 +51,16 @@ def test_the_gain_has_an_interval_by_batch_size(database):
         < found["by_batch_size"][0]["gain_high"]
     )
     assert found["by_batch_size"][1]["gain_low"] is None, "one trial alone"
+
+
+def test_tables_show_what_was_measured_in_place_of_what_is_expected(tmp_path):
+    database = write_database(tmp_path / "s.db")
+    assert "vs plain" in run("tables", "--db", str(database))
+    written(database, moment([], trials=[trial(), trial()]))
+    shown = run("tables", "--db", str(database))
+    assert "gain" in shown
+    assert "1.36x" in shown
+    assert "vs plain" not in shown
 
 
 def test_without_trials_it_says_why(tmp_path):

@@ -31,10 +31,10 @@ def run(*arguments: str, verb: str = "tables") -> str:
 def test_each_range_has_a_line_under_the_name_of_its_context(database):
     title, heading, *lines = run("--db", str(database)).splitlines()
     assert title == "t + d on cpu:test, float32"
-    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "steps", "age"]
+    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps", "age"]
     plain, (*drafted, age) = (line.split() for line in lines)
-    assert plain == ["1-2", "plain", "10", "9", "to", "11", "7"]
-    assert drafted == ["3-4", "draft", "2", "10", "9", "to", "11", "1,200"]
+    assert plain == ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"]
+    assert drafted == ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"]
     assert age.removesuffix("m").isdigit()  # how long ago depends on when the fixture was written
 
 
