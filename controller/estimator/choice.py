@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.grid import Array, Cells, Grid, features_of, log_surface, moved, shares
+from speclen.controller.estimator.grid import Array, Cells, Grid, features_of, moved, shares
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import Solution
 from speclen.controller.estimator.tokens import Ratios, log_variance
-
-LONGEST_S, SHORTEST_S = 1e5, 1e-7  # of a step, as shown
 
 
 class Load(NamedTuple):
@@ -46,8 +44,10 @@ class Estimates:
         steps, drafted, verified = np.tensordot(load.mix, per_token, (1, 1)).transpose(1, 0, 2, 3)
         drafted, verified = np.minimum(drafted / steps, 1.0), verified / steps
         passes = grid.lengths * (1.0 - (1.0 - drafted) ** grid.batch)
-        self._columns = passes, grid.batch * drafted, grid.batch * verified, load.context[:, None, None]
-        log_time = log_surface(np.exp(solution.phi), grid.batch, *self._columns).reshape(len(grid.low), -1)
+        columns = grid.batch, passes, grid.batch * drafted, grid.batch * verified, load.context[:, None, None]
+        features = features_of(np.stack([np.broadcast_to(each, grid.shape).ravel() for each in columns]))
+        log_time = np.log(features @ np.exp(solution.phi)).reshape(len(grid.low), -1)
+        self._expected = features.reshape(*log_time.shape, -1)
         log_time += profiled
         log_time.reshape(-1)[self._numbers] += solution.rho - profiled.reshape(-1)[self._numbers]
         steps = np.minimum(steps, 1.0).reshape(log_time.shape)  # a mean of classes may round to a little more
@@ -58,15 +58,10 @@ class Estimates:
             extra = load.prefill_s * drafts / steps
             self.score -= np.log1p(extra * np.exp(-log_time - load.level))
 
-    def step_s(self, at: int, place: int, level: float) -> float:
-        """Expected seconds of a step. at: range; place: of the arm."""
-        return min(max(float(np.exp(min(self.log_time[at, place] + level, 20.0))), SHORTEST_S), LONGEST_S)
-
     def variance(self, at: int, base: int, settings: EstimatorSettings) -> np.ndarray:
         """Variance of the score of every arm relative to one at a range, as workers' evidence tells it, [arms]."""
-        grid, solution, shape = self.grid, self.solution, self.grid.shape
-        columns = [np.broadcast_to(each, shape)[at].reshape(-1) for each in (grid.batch, *self._columns)]
-        _, gradient = shares(features_of(np.array(columns)), solution.phi)
+        grid, solution = self.grid, self.solution
+        _, gradient = shares(self._expected[at], solution.phi)
         own, places = np.full(grid.num_arms, -1), self._numbers - at * grid.num_arms
         here = np.flatnonzero((places >= 0) & (places < grid.num_arms))
         own[places[here]] = here

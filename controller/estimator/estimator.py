@@ -56,6 +56,7 @@ TRAFFIC_MEMORY = 1000.0  # steps over which class mix, context, prefill and wait
 MOST_SAVED = 12.0  # steps' worth of exploration that can be saved, or owed
 FORM = 2  # of what `save` returns
 Z_95 = 1.96
+LONGEST_S, SHORTEST_S = 1e5, 1e-7  # of a step, as shown
 LOCAL = ContextKey("target", "draft", "device", "dtype")
 
 
@@ -274,8 +275,7 @@ class Estimator:
         worker.spare = min(worker.spare + self.settings.explored * len(records), MOST_SAVED)
         for at, record in zip(ranges, records, strict=True):
             if record.probe_id and record.flags and record.flags <= CAUSED:
-                estimates, level = self._estimates[name], self._levels(name)[at]
-                expected_s = estimates.step_s(at, self._grid.place(record.arm), level)
+                expected_s = float(self._step_s(name)[at, self._grid.place(record.arm)])
                 worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
 
     def seed(self, profile: Profile) -> list[Decision]:
@@ -455,24 +455,28 @@ class Estimator:
         prior = self._state.prior
         return float(np.mean(levels)) if levels else prior.level if prior else 0.0
 
-    def _levels(self, name: str) -> np.ndarray:
-        """Log seconds by range without theta: what its own samples took, or its neighbours', [ranges].
+    def _step_s(self, name: str) -> np.ndarray:
+        """Expected seconds of a step, [ranges, arms].
 
-        Contrasts tell one size from another only where the load changes: choices need no more, figures of a size do.
+        A range's level is what its own samples took, or its neighbours'. Contrasts tell one size from another only where
+        the load changes: choices need no more, figures of a size do.
         """
-        grid, cells, estimates = self._grid, self._state.cells, self._estimates[name]
-        count, seconds = np.zeros((2, len(grid.low)))
-        theta = np.exp(self._beliefs(name).theta) if len(cells.numbers) else np.zeros(0)
-        for worker in self._of(name, 0):
-            known = len(worker.times.count)
-            ranges = cells.numbers[:known] // grid.num_arms
-            count += np.bincount(ranges, worker.times.count * theta[:known], len(count))
-            seconds += np.bincount(ranges, worker.times.sum_s, len(count))
-        known = count > 1e-3 * np.exp(estimates.log_time.min(axis=1))
-        around, log_sizes = np.full(len(count), self._level(name)), np.log(grid.sizes)
+        log_time, log_sizes = self._estimates[name].log_time, np.log(self._grid.sizes)
+        count, seconds, _ = self._samples(name)
+        expected, seconds = (count * np.exp(log_time)).sum(axis=1), seconds.sum(axis=1)
+        known = expected > 1e-3 * np.exp(log_time.min(axis=1))
+        level = np.full(len(known), self._level(name))
         if known.any():
-            around = np.interp(log_sizes, log_sizes[known], np.log(seconds[known] / count[known]))
-        return around
+            level = np.interp(log_sizes, log_sizes[known], np.log(seconds[known] / expected[known]))
+        step_s: np.ndarray = np.clip(np.exp(np.minimum(log_time + level[:, None], 20.0)), SHORTEST_S, LONGEST_S)
+        return step_s
+
+    def _ms_per_token(self, name: str) -> np.ndarray | None:
+        """Expected milliseconds per token of a sequence, [ranges, arms]; None if nothing was seen."""
+        if name not in self._estimates or not (self._state.num_reports or self._state.prior):
+            return None
+        ms: np.ndarray = 1000.0 * self._step_s(name) / np.exp(self._estimates[name].log_tokens)
+        return ms
 
     def _unseen(self) -> np.ndarray:
         return unseen_acceptance(
@@ -494,9 +498,9 @@ class Estimator:
     def table(self, worker: str = "") -> Table:
         """The arm in use at every batch size for a worker, without exploration."""
         name, grid = self._group_name(worker), self._grid
-        selection, levels = self._state.groups[name].selection, self._level_list(name)
+        selection, ms = self._state.groups[name].selection, self._ms_per_token(name)
         choices = [
-            Choice(low, high, grid.arms[place], self._ms_per_token(name, at, place, levels))
+            Choice(low, high, grid.arms[place], None if ms is None else float(ms[at, place]))
             for at, (low, high, place) in enumerate(
                 zip(grid.low.tolist(), grid.high.tolist(), selection.arms.tolist(), strict=True)
             )
@@ -532,16 +536,16 @@ class Estimator:
         state, grid = self._state, self._grid
         if POOL not in self._estimates or not (state.num_reports or state.prior):
             return []
-        estimates, selection, levels = self._estimates[POOL], state.groups[POOL].selection, self._levels(POOL)
+        estimates, selection, steps_s = self._estimates[POOL], state.groups[POOL].selection, self._step_s(POOL)
         noise = float(np.mean([worker.times.noise for worker in state.workers.agreeing(0)]))
         level_variance = noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)
-        (count, seconds, seen), rows = self._samples(), []
+        (count, seconds, seen), rows = self._samples(POOL), []
         for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
             variance = estimates.variance(at, int(selection.arms[at]), self.settings) + level_variance
             profiled = state.profiled[0] <= high and low <= state.profiled[1]
             for place in np.flatnonzero(grid.allowed).tolist():
                 cell, arm = (at, place), grid.arms[place]
-                step_s, tokens = estimates.step_s(at, place, levels[at]), float(np.exp(estimates.log_tokens[cell]))
+                step_s, tokens = float(steps_s[cell]), float(np.exp(estimates.log_tokens[cell]))
                 ms, factor = 1000.0 * step_s / tokens, float(np.exp(min(Z_95 * np.sqrt(variance[place]), 5.0)))
                 has, told = bool(seen[cell]), profiled and not arm.ngram
                 rows.append(
@@ -554,10 +558,10 @@ class Estimator:
                 )
         return rows
 
-    def _samples(self) -> np.ndarray:
+    def _samples(self, name: str) -> np.ndarray:
         """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
         values = np.zeros((3, self._profiled.size))
-        for worker in self._of(POOL, 0):
+        for worker in self._of(name, 0):
             numbers = self._state.cells.numbers[: len(worker.times.count)]
             values[:, numbers] += worker.times.count, worker.times.sum_s, worker.times.seen
         return values.reshape(3, *self._profiled.shape)
@@ -570,16 +574,6 @@ class Estimator:
         survival = np.cumprod(estimates.load.mix.mean(axis=0) @ estimates.ratios.accepted)
         return list(zip(survival.tolist(), estimates.ratios.trials.tolist(), strict=True))
 
-    def _level_list(self, name: str) -> np.ndarray | None:
-        is_known = name in self._estimates and (self._state.num_reports or self._state.prior)
-        return self._levels(name) if is_known else None
-
-    def _ms_per_token(self, name: str, at: int, place: int, levels: np.ndarray | None) -> float | None:
-        if levels is None:
-            return None
-        estimates = self._estimates[name]
-        return 1000.0 * estimates.step_s(at, place, levels[at]) / float(np.exp(estimates.log_tokens[at, place]))
-
     def decisions(self, reason: str) -> list[Decision]:
         """The first choices, of every range."""
         if POOL not in self._estimates:
@@ -589,13 +583,13 @@ class Estimator:
     def _decisions(self, name: str, ranges: Sequence[int], before: np.ndarray | None, reason: str) -> list[Decision]:
         if not len(ranges):
             return []
-        grid, levels, selection = self._grid, self._level_list(name), self._state.groups[name].selection
+        grid, ms, selection = self._grid, self._ms_per_token(name), self._state.groups[name].selection
         found = []
         for at in ranges:
             old, new = None if before is None else int(before[at]), int(selection.arms[at])
-            old_ms = None if old is None else self._ms_per_token(name, at, old, levels)
             arms = None if old is None else grid.arms[old], grid.arms[new]
-            figures = old_ms, self._ms_per_token(name, at, new, levels)
+            before_ms = None if ms is None or old is None else float(ms[at, old])
+            figures = before_ms, None if ms is None else float(ms[at, new])
             bounds = int(grid.low[at]), int(grid.high[at])
             found.append(Decision(self.key, *bounds, selection.version, *arms, *figures, reason, name != POOL))
         return found

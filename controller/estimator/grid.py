@@ -135,19 +135,6 @@ def features_of(columns: np.ndarray) -> np.ndarray:
     return features
 
 
-def log_surface(weights: np.ndarray, batch: np.ndarray, passes: np.ndarray, drafted: np.ndarray, verified: np.ndarray,
-                context: np.ndarray) -> np.ndarray:  # fmt: skip
-    """Log time of steps with the weights exp(phi); the same as with `features_of`, quicker for arrays of any shape."""
-    slopes = weights[NUM_PARTS:-1]
-    at_knots = np.concatenate([[0.0], np.cumsum(slopes[:-1] * WIDTHS[:-1])])
-    slope = np.searchsorted(KNOTS, verified, side="right") - 1
-    tokens_s = at_knots[slope] + slopes[slope] * (verified - KNOTS[slope])
-    total = weights[0] + batch * (weights[1] + weights[-1] * context) + tokens_s
-    total = total + weights[2] * (passes > 0) + passes * (weights[3] + weights[4] * drafted)
-    result: np.ndarray = np.log(total)
-    return result
-
-
 def _prior_precision() -> np.ndarray:
     alike, at, slopes = np.eye(NUM_FEATURES), np.arange(NUM_SLOPES), slice(NUM_PARTS, NUM_PARTS + NUM_SLOPES)
     alike[slopes, slopes] = SLOPE_CORRELATION ** np.abs(at[:, None] - at)
