@@ -32,7 +32,7 @@ from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.records import Profile
 
 TAIL = 64  # steps before that a step is compared with
-FAR = 16  # steps between those that tell how the level wanders, beside neighbours
+NEAR, FAR = 4, 16  # steps between those that tell how the level wanders: overlapped neighbours share a part of their time
 LEAST_GAIN = 0.05
 CHUNK = 64  # steps learned from at once: no matrix is so large that BLAS would use threads
 SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
@@ -51,7 +51,7 @@ class Evidence:
 
     count, sum_s: usable samples by cell and their seconds, fading, and seen: not fading, [cells]. noise: variance of a
     contrast. cells, log_s: of the newest samples. level: median of their log times without theta. distances: between
-    log times of one cell, one and FAR steps apart, and how many, fading, [2, 2]. surprise: mean
+    log times of one cell, NEAR and FAR steps apart, and how many, fading, [2, 2]. surprise: mean
     square of the newest differences from what was believed, in variances. fit: see `Prior`.
     """
 
@@ -154,14 +154,14 @@ class Evidence:
         if self.distances[1].min() < FAR:
             return most
         near, far = (self.distances[0] / self.distances[1]) ** 2
-        wander = max(0.0, 2.0 * (far - near) / (FAR - 1))
-        ratio = wander / max(near - wander / 2, 1e-4)
+        wander = max(0.0, 2.0 * (far - near) / (FAR - NEAR))
+        ratio = wander / max(near - NEAR * wander / 2, 1e-4)
         gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
         return float(np.clip(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), LEAST_GAIN, most))
 
     def _add_distances(self, cells: np.ndarray, log_s: np.ndarray, num_new: int) -> None:
         self.distances *= exp(-num_new / LEVEL_MEMORY)
-        for at, lag in enumerate((1, FAR)):
+        for at, lag in enumerate((NEAR, FAR)):
             first = max(len(cells) - num_new, lag)
             before = slice(first - lag, max(len(cells) - lag, 0))
             apart = np.abs(log_s[first:] - log_s[before])[cells[first:] == cells[before]]
