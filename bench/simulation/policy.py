@@ -31,7 +31,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "probes": {"explored": 1e-9},
     "optimism": {"optimism": 1e-9},
     "hysteresis": {"hysteresis": 1e-9},
-    "clipping": {"clip": 1e9},
     "residuals": {"residual": 1e-3},
     "change-detection": {"change": 1e9},
     "isolation": {"worker_difference": 1e9},

@@ -35,7 +35,6 @@ class EstimatorSettings(BaseModel):
     max_cells: int = Field(default=80, ge=8, description="cells with evidence: more would make solutions slow")
     gain: float = _field(0.4, "weight of the newest step in the mean that a step is compared with")
     memory: float = _field(400.0, "contrasts between cells after which older ones have faded to 1/e")
-    clip: float = _field(1.5, "standard deviations beyond which a contrast is clipped (Huber)")
     noise: float = _field(0.09, "standard deviation of a contrast before it is learned, as on an H200")
     surprise: float = _field(3.5, "mean square of surprises, in variances, at which contrasts are forgotten")
     residual: float = _field(0.04, "standard deviation of a cell's residual: padding and tile sizes")

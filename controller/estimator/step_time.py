@@ -32,13 +32,13 @@ from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.records import Profile
 
 TAIL = 64  # steps before that a step is compared with
-NEAR, FAR = 4, 16  # steps between those that tell how the level wanders: overlapped neighbours share a part of their time
+NEAR, FAR = 4, 16  # steps between those that tell how the level wanders: overlapped neighbours share their times
 LEAST_GAIN = 0.05
 CHUNK = 64  # steps learned from at once: no matrix is so large that BLAS would use threads
 SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
 OTHER_MACHINE = 2.5  # change of the log level after which what was learned of times is forgotten
 LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times as many over which observed times are
-LARGEST = 1.0  # log difference beyond which a sample says no more of a profile, or of a mean
+LARGEST = 1.0  # log difference from what is believed beyond which a sample says no more
 
 
 def _zeros() -> np.ndarray:
@@ -51,8 +51,8 @@ class Evidence:
 
     count, sum_s: usable samples by cell and their seconds, fading, and seen: not fading, [cells]. noise: variance of a
     contrast. cells, log_s: of the newest samples. level: median of their log times without theta. distances: between
-    log times of one cell, NEAR and FAR steps apart, and how many, fading, [2, 2]. surprise: mean
-    square of the newest differences from what was believed, in variances. fit: see `Prior`.
+    log times of one cell, NEAR and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the
+    newest differences from what was believed, in variances. fit: see `Prior`.
     """
 
     noise: float
@@ -126,22 +126,19 @@ class Evidence:
         size = squares.sum(axis=1)
         self.fade(exp(-float(np.minimum(size, 1.0).sum()) / s.memory))
         surprise = np.abs(differences - contrasts @ believed.theta[known])
-        spread2 = self.noise + squares @ believed.variance[known]
-        limit = s.clip * np.sqrt(spread2)
-        weighted = contrasts * (np.minimum(1.0, limit / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
+        weighted = contrasts * (np.minimum(1.0, LARGEST / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
         self.information[known[:, None], known] += weighted.T @ contrasts
         self.moment[known] += weighted.T @ differences
-        size = np.minimum(size, 1.0)
-        kept = exp(-float(size.sum()) / SURPRISE_MEMORY)
-        z2 = float(np.minimum(surprise**2 / spread2, 9.0) @ size) / max(float(size.sum()), 1e-9)
+        variance = squares @ believed.variance[known]
+        between = np.minimum(size, 1.0)
+        kept = exp(-float(between.sum()) / SURPRISE_MEMORY)
+        z2 = float(np.minimum(surprise**2 / (variance + self.noise), 9.0) @ between) / max(float(between.sum()), 1e-9)
         self.surprise = kept * self.surprise + (1.0 - kept) * z2
-        clipped = np.minimum(surprise, limit) ** 2
-        # 1.28: variance of normal noise over that of the same, clipped at 1.5 standard deviations.
-        own = float(np.maximum(clipped - spread2 + self.noise, 0.25 * clipped).mean()) * 1.28
-        share = min(len(clipped) / LEVEL_MEMORY, 0.5)
+        square = np.minimum(surprise, LARGEST) ** 2
+        own = float(np.maximum(square - variance, 0.25 * square).mean())
+        share = min(len(square) / LEVEL_MEMORY, 0.5)
         self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
         if believed.profiled is not None:
-            size = squares.sum(axis=1)
             error = np.minimum(np.abs(differences - contrasts @ believed.profiled[known]), LARGEST)
             self.fit = self.fit + (float(((error**2 - self.noise) * size).sum()), float((size * size).sum()))
 

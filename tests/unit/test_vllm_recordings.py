@@ -157,9 +157,9 @@ def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, floa
     return {size: truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes}
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.93), ("b", 0.97)])
+@pytest.mark.parametrize(("name", "least"), [("a", 0.97), ("b", 0.99)])
 def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name, least):
-    """Mean over steps: 0.94 and 0.98.
+    """Mean over steps: 0.98 and 1.00.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for
     one step.
