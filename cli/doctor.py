@@ -170,7 +170,8 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
 def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
     """Outlier workers, isolated for what they report."""
     query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
-      FROM drift_events WHERE factor = 'worker' AND detail NOT LIKE '% agrees with %' AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
+      FROM drift_events WHERE factor = 'worker' AND detail NOT LIKE '% agrees with %'
+        AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
       GROUP BY detail ORDER BY max(detected_at) DESC LIMIT ?"""
     for row in connection.execute(query, (ISOLATED_WITHIN_S, MOST_NAMED)).fetchall():
         often = f", {row['times']} times" if row["times"] > 1 else ""
