@@ -18,7 +18,16 @@ from speclen.store.connection import Connection, sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.files import WriterLock
 from speclen.store.opening import open_checked
-from speclen.store.records import ArmEstimateRow, Commit, ContextRow, DecisionRow, ReportRow, StateRow, WorkerRow
+from speclen.store.records import (
+    ArmEstimateRow,
+    Commit,
+    ContextRow,
+    DecisionRow,
+    ReportRow,
+    StateRow,
+    TrialRow,
+    WorkerRow,
+)
 from tests.support.waiting import PATIENCE_S
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
@@ -52,6 +61,9 @@ REPORT = ReportRow(
     received_at=NOW,
 )
 ESTIMATE = ArmEstimateRow(1, 3, 4, 2, False, 0.016, 1.6, 9.0, 11.0, 10, None, "online", is_best=False, updated_at=NOW)
+TRIAL = TrialRow(
+    *(1, 1, 4.0, 3, False, 1, False, 0.2, 100.0, 40.0, 60.0, 40.0, None, 0.0, 1.1, 0.5, 800, False, 0), ended_at=NOW
+)
 DECISION = DecisionRow(1, 3, 4, 1, None, None, 2, False, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
 
 

@@ -13,7 +13,7 @@ from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.cli.support.errors import UserError
 from speclen.store.records import Commit
 from tests.support.database_rows import write_database
-from tests.support.store_rows import context, estimate, rows, written
+from tests.support.store_rows import TRIAL, context, estimate, moment, rows, written
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 
@@ -28,7 +28,7 @@ DRAWN = sorted(name for name, chart in CHARTS.items() if chart["library"] == "ve
 
 @pytest.fixture
 def database(tmp_path):
-    return write_database(tmp_path / "any name.db")
+    return written(write_database(tmp_path / "any name.db"), moment([], trials=[TRIAL]))
 
 
 def get(database: Path, path: str, status: int = 200, **parameters: object) -> list[dict]:

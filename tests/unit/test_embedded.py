@@ -138,11 +138,11 @@ def test_two_variables_are_defaults_of_every_verb_that_has_the_setting(monkeypat
     monkeypatch.setenv("SPECLEN_CONTROLLER", "a:1")
     monkeypatch.setenv("SPECLEN_DATA_DIR", "/data")
     own = {"up": {"data_dir": "/own"}}
-    assert with_client_defaults(own) | {"profile": {}, "generate": {}, "top": {}} == {
+    assert with_client_defaults(own) | {"profile": {}, "generate": {}, "top": {}, "hold": {}} == {
         "worker": {"controller": "a:1"},
         "controller": {"data_dir": "/data"},
         "up": {"data_dir": "/own"},
-        **{verb: {} for verb in ("profile", "generate", "top")},
+        **{verb: {} for verb in ("profile", "generate", "top", "hold")},
     }
 
 

@@ -10,16 +10,12 @@ from typer.testing import CliRunner
 from speclen.cli.app import app
 from speclen.cli.learned.gain import seconds_of
 from speclen.cli.support.errors import UserError
-from speclen.store.records import TrialRow
 from tests.support.database_rows import write_database
-from tests.support.store_rows import NOW, moment, rows, written
+from tests.support.store_rows import NOW, TRIAL, moment, rows, written
 
 
-def trial(gain=1.1, batch_size=4.0, ended_at=NOW, **changes):
-    return TrialRow(
-        *(1, 1, batch_size, 3, False, 1, False, 0.2, 100.0, 40.0, 60.0, 40.0, None, 0.0, gain, 0.5, 800, False),
-        *(0, ended_at),
-    )._replace(**changes)
+def trial(**changes):
+    return TRIAL._replace(**changes)
 
 
 def run(*arguments: str) -> str:
