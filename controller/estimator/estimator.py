@@ -71,14 +71,15 @@ class Outcome(NamedTuple):
 class Group:
     """Workers that share a table: all but isolated ones, each of which has its own.
 
-    solution, ratios, load, profile_share: of the last solution, None before it. num_learned: reports.
+    solution, ratios, load: of the last solution, None before it. profile_share: weight of the profile's evidence, which
+    only falls: what was contradicted once stays so. num_learned: reports.
     """
 
     selection: Selection
     solution: Solution = COLD
     ratios: Ratios | None = None
     load: Load | None = None
-    profile_share: float = 0.0
+    profile_share: float = 1.0
     num_learned: int = 0
 
 
@@ -290,7 +291,7 @@ class Estimator:
                     raise ValueError(f"{what} {value} of the profile is beyond the context's limit of {most}")
         if not state.num_reports:
             if profile.survival:
-                self.guess(profile.survival, 4.0 * self.settings.prior_trials)
+                self.guess(profile.survival, 4.0 * self.settings.prior_tokens)
             if len(profile.cells) > 1:
                 sizes = [cell.batch_size for cell in profile.cells]
                 state.prior, state.profiled = prior_of(profile, self.settings), (min(sizes), max(sizes))
@@ -355,6 +356,7 @@ class Estimator:
         pool = groups[POOL].selection
         if any(worker.apart):
             groups[name] = Group(Selection(pool.arms.copy(), pool.version + 1))
+            worker.times.fade(self.settings.surprise_kept)  # its contrasts were clipped around the others' times
             parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
             what = " and ".join(part for part, apart in parts if apart)
             sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
@@ -401,11 +403,12 @@ class Estimator:
             self._estimates = {each: self._estimates_of(state.groups[each]) for each in self._estimates if each != name}
             self._believed.clear()
         times = [worker.times for worker in self._of(name, 0) if len(worker.times.cells)]
-        if times and float(np.mean([each.surprise for each in times])) > s.surprise:  # a part of the step has changed
+        surprises = sorted(each.surprise for each in times)
+        if times and surprises[(len(times) - 1) // 2] > s.surprise:  # a part of the step has changed for most workers
             for changed in times:
-                changed.fade(0.3)
+                changed.fade(s.surprise_kept)
                 changed.surprise = 1.0
-        prior, group.profile_share = self._profile_weight(name)
+        prior = self._profile(name)
         information, moment = self._evidence(name)
         profiled = group.profile_share * self._profiled.reshape(-1)[state.cells.numbers]
         for _ in range(3):
@@ -415,7 +418,7 @@ class Estimator:
                 break
         workers = self._of(name, 1)
         total = TokenEvidence.sum_of([worker.tokens for worker in workers])
-        group.ratios = ratios_of(total, self._unseen(), state.survival_trials or s.prior_trials, s)
+        group.ratios = ratios_of(total, self._unseen(), state.survival_trials or s.prior_tokens, s)
         group.load = state.traffic.load(s.prior_tokens, self._level(name))
         self._believed.pop(name, None)
         self._estimates[name] = self._estimates_of(group)
@@ -441,13 +444,14 @@ class Estimator:
             moment[:known] += worker.times.moment
         return information, moment
 
-    def _profile_weight(self, name: str) -> tuple[tuple[np.ndarray, np.ndarray] | None, float]:
-        """Weighted precision of a profile and its phi, and the share of its residuals that counts."""
-        prior = self._state.prior
+    def _profile(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Weighted precision of the profile and its phi, after the group's share of the profile was lowered."""
+        prior, group = self._state.prior, self._state.groups[name]
         if prior is None:
-            return None, 0.0
-        weight = prior.weight(sum((worker.times.fit for worker in self._of(name, 0)), np.zeros(2)))
-        return (weight * prior.precision, prior.phi), min(weight, 1.0)
+            return None
+        fit = sum((worker.times.fit for worker in self._of(name, 0)), np.zeros(2))
+        group.profile_share = min(group.profile_share, prior.weight(fit))
+        return group.profile_share * prior.precision, prior.phi
 
     def _level(self, name: str) -> float:
         """Mean log seconds without theta of a group's workers."""

@@ -35,14 +35,17 @@ class EstimatorSettings(BaseModel):
     max_cells: int = Field(default=80, ge=8, description="cells with evidence: more would make solutions slow")
     gain: float = _field(0.4, "weight of the newest step in the mean that a step is compared with")
     memory: float = _field(400.0, "contrasts between cells after which older ones have faded to 1/e")
+    clip: float = _field(1.5, "standard deviations beyond which a contrast is clipped (Huber): levels jump")
     noise: float = _field(0.09, "standard deviation of a contrast before it is learned, as on an H200")
-    surprise: float = _field(3.5, "mean square of surprises, in variances, at which contrasts are forgotten")
+    surprise: float = _field(2.5, "mean square of surprises, in variances, at which contrasts are forgotten")
+    surprise_kept: float = _field(0.1, "share of the contrasts that is kept then: new ones soon outweigh it")
     residual: float = _field(0.04, "standard deviation of a cell's residual: padding and tile sizes")
     profile_sd: float = _field(0.1, "standard deviation of a profile's log step times before live ones are seen")
     # Tokens per step.
     first_accepted: float = _field(0.7, "acceptance of a draft token before anything was seen")
-    prior_trials: float = _field(100.0, "trials that a position's prior counts for: about those of one request")
-    prior_tokens: float = _field(128.0, "tokens that the prior of evaluated outputs counts for: about one output")
+    prior_tokens: float = _field(
+        128.0, "tokens, or trials of a draft position, that a prior counts for: about one output"
+    )
     long_memory: float = _field(100.0, "requests over which tokens per step are averaged")
     short_memory: float = _field(8.0, "evaluated outputs over which changed text is looked for")
     short_steps: float = _field(16.0, "steps over which changed text is looked for")

@@ -108,7 +108,7 @@ class Evidence:
         self._add_contrasts(known, contrasts, differences, believed, settings)
         self._add_distances(cells, log_s, num_new)
         self.cells, self.log_s = cells[-TAIL:], log_s[-TAIL:]
-        self._follow_level(cells[-num_new:], log_s[-num_new:], believed.theta)
+        self._follow_level(cells[-num_new:], log_s[-num_new:], believed.theta, settings)
 
     def _add_contrasts(
         self,
@@ -126,16 +126,17 @@ class Evidence:
         size = squares.sum(axis=1)
         self.fade(exp(-float(np.minimum(size, 1.0).sum()) / s.memory))
         surprise = np.abs(differences - contrasts @ believed.theta[known])
-        weighted = contrasts * (np.minimum(1.0, LARGEST / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
+        variance = squares @ believed.variance[known]
+        limit = np.minimum(s.clip * np.sqrt(variance + self.noise), LARGEST)
+        weighted = contrasts * (np.minimum(1.0, limit / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
         self.information[known[:, None], known] += weighted.T @ contrasts
         self.moment[known] += weighted.T @ differences
-        variance = squares @ believed.variance[known]
         between = np.minimum(size, 1.0)
         kept = exp(-float(between.sum()) / SURPRISE_MEMORY)
         z2 = float(np.minimum(surprise**2 / (variance + self.noise), 9.0) @ between) / max(float(between.sum()), 1e-9)
         self.surprise = kept * self.surprise + (1.0 - kept) * z2
-        square = np.minimum(surprise, LARGEST) ** 2
-        own = float(np.maximum(square - variance, 0.25 * square).mean())
+        square = np.minimum(surprise, limit) ** 2
+        own = 1.28 * float(np.maximum(square - variance, 0.25 * square).mean())
         share = min(len(square) / LEVEL_MEMORY, 0.5)
         self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
         if believed.profiled is not None:
@@ -164,12 +165,15 @@ class Evidence:
             apart = np.abs(log_s[first:] - log_s[before])[cells[first:] == cells[before]]
             self.distances[:, at] += float(apart.sum()), len(apart)
 
-    def _follow_level(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray) -> None:
+    def _follow_level(
+        self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, settings: EstimatorSettings
+    ) -> None:
         level = float(np.sort(self.log_s - theta[self.cells])[len(self.log_s) // 2])
         if abs(level - self.level) > OTHER_MACHINE:
             self.fade(0.0)
             self.sum_s *= 0.0
             self.count *= 0.0
+            self.noise, self.surprise = settings.noise**2, 1.0
         self.level = level
         number, kept = np.bincount(cells, minlength=len(self.count)), exp(-len(cells) / (10.0 * LEVEL_MEMORY))
         self.count, self.sum_s = self.count * kept + number, self.sum_s * kept
@@ -219,7 +223,7 @@ class Prior:
         By the square of the ratio of variances: a profile that is wrong by a factor would else keep arms from being tried.
         """
         error = (8.0 * self.sd**2 + max(float(fit[0]), 0.0)) / (8.0 + float(fit[1]))
-        return min((self.sd**2 / error) ** 2, 4.0)
+        return min((self.sd**2 / error) ** 2, 1.0)
 
 
 def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:

@@ -1,9 +1,15 @@
-"""Tokens per step: how many a sequence generates with each arm, by request class. It belongs to the models and the text.
+"""Tokens per step: how many a sequence generates with each arm, by request class. It depends on the models and the text.
 
-Finished outputs tell it exactly for every arm (off-policy evaluation): steps per token r = S / T. Histograms tell it for
-draft lengths: p_i = passed_i / reached_i, and E_s = 1 + sum_j prod_{i<=j} p_i. They are the prior of evaluated outputs, and
-everybody's ratio is that of a class. n-grams gain g tokens per step beside plain decoding: by outputs that were evaluated
-for them alone, and by every step that used them.
+Off-policy evaluation of finished outputs gives it exactly for every arm: steps per token r = S / T. Histograms give it for
+draft lengths: p_i = passed_i / reached_i, and E_k = 1 + sum_j prod_{i<=j} p_i. They are the prior of evaluated outputs, and
+the ratio over all classes is the prior of each class. n-grams add g tokens per step to plain decoding: measured by outputs
+that were evaluated for n-grams alone, and by every step that used them.
+
+Requests differ in acceptance. Those whose drafts are rejected take more steps, and more so with long drafts, so that E_k
+is too high for lengths above those in use. Let log E_k of a request be mu_k + sigma_k z with a normal z, weighted by tokens.
+In steps with draft length j a request counts in proportion to 1 / E_j, and E_k appears exp(sigma_k (sigma_k - sigma_j))
+times too high. sigma_k is proportional to d log E_k / d log p. Its scale is measured: successive steps have the same
+sequences, so the covariance of their tokens is the variance among requests.
 
 All of it is averaged over requests, in two memories. Where the short one differs from the long one by more than chance
 explains, the text has changed, and the short one replaces the long one.
@@ -14,22 +20,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 
 import numpy as np
 
 from speclen.controller.estimator.grid import Array
 from speclen.controller.estimator.settings import EstimatorSettings
-from speclen.records import MAX_SPECULATION_LENGTH, NUM_CLASSES, OutputEvaluation, StepFlag, StepRecord
+from speclen.records import (
+    MAX_SPECULATION_LENGTH,
+    NUM_CLASSES,
+    OutputEvaluation,
+    StepFlag,
+    StepRecord,
+    num_tokens_of,
+)
 
 LEAST = 0.02  # of acceptance and of rejection
 DEEPER = 0.98  # acceptance of a position relative to the one before, unseen
 COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
 KEPT = 0.25  # share of the short memory that is kept when the text has changed
+PAIR_MEMORY = 1024.0  # steps over which the spread among requests is averaged
+MOST_PAIRED = 8  # sequences of a class: what all sequences have in common would count for more in larger batches
+MOST_SPREAD = 0.5  # of the log tokens per step: more is a change of the text, not a difference among requests
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
-SUMS = ("requests", "positions", "own", "alone", "tokens", "arms", "logs")  # fields of `TokenEvidence`
+SUMS = ("requests", "positions", "pairs", "own", "alone", "tokens", "arms", "logs")  # fields of `TokenEvidence`
 DRAFTS, OWN, ALONE, WHOLE = range(
     4
 )  # sources: histograms, steps with n-grams, outputs for n-grams alone, for every arm
@@ -39,16 +55,19 @@ DRAFTS, OWN, ALONE, WHOLE = range(
 class TokenEvidence:
     """Sums of one worker in a long and a short memory.
 
-    requests: by source, [2, classes, 4]. positions: sequences that reached and that passed a draft position, [2, classes,
-    2, positions]. own: steps of sequences with n-grams, tokens gained, all their tokens, and
-    those expected, [2, classes, 4]. alone: tokens of evaluated
-    outputs, and with n-grams alone their steps and verified tokens, [2, classes, 3]. tokens: of outputs evaluated for
-    every arm, [2, classes]; arms: their steps, steps that drafted and verified tokens, [2, classes, 3, 2, lengths]. logs:
-    log tokens per step of ALONE and WHOLE outputs, and its square, [2, classes, 2, 2].
+    requests: by source, [2, classes, 4]. positions: sequences that reached a draft position, that passed it, and that
+    drafted up to it, [2, classes, 3, positions]. pairs: of successive steps with drafts, the product of the relative
+    deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a spread of 1,
+    [2, classes, 4]. own: steps of sequences with n-grams, tokens gained, all their tokens, and those expected,
+    [2, classes, 4]. alone: tokens of evaluated outputs, and with n-grams alone their steps and verified tokens,
+    [2, classes, 3]. tokens: of outputs evaluated for every arm, [2, classes]; arms: their steps, steps that drafted and
+    verified tokens, [2, classes, 3, 2, lengths]. logs: log tokens per step of ALONE and WHOLE outputs, and its square,
+    [2, classes, 2, 2].
     """
 
     requests: Array
     positions: Array
+    pairs: Array
     own: Array
     alone: Array
     tokens: Array
@@ -58,7 +77,7 @@ class TokenEvidence:
     @classmethod
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
-        shapes = (4,), (2, max_length), (4,), (3,), (), (3, 2, max_length + 1), (2, 2)
+        shapes = (4,), (3, max_length), (4,), (4,), (3,), (), (3, 2, max_length + 1), (2, 2)
         return cls(*(np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes))
 
     @classmethod
@@ -78,10 +97,14 @@ class TokenEvidence:
 
     def add(self, records: Sequence[StepRecord], ratios: Ratios, settings: EstimatorSettings) -> None:
         """Learn from steps."""
+        usual, steepness = ratios.expected[:, 0].tolist(), ratios.steepness.tolist()
         sums: dict[tuple[int, int, bool], list[int]] = {}  # histograms by class, length and n-grams
         num_steps: Counter[tuple[int, int, bool]] = Counter()
+        now: dict[int, tuple[float, float]] = {}
+        pairs = np.zeros((NUM_CLASSES, 4))
         started = 0
         for record in records:
+            before, now = now, {}
             arm, started = record.arm, started + record.num_new_sequences
             for output in record.evaluations:
                 self._add_output(output, settings)
@@ -92,6 +115,13 @@ class TokenEvidence:
                 known = sums.get(key)
                 sums[key] = list(runs) if known is None else [a + b for a, b in zip(known, runs, strict=True)]
                 num_steps[key] += 1
+                if not arm.ngram and 0 < (rows := sum(runs)) <= MOST_PAIRED:
+                    deviation = num_tokens_of(runs) / (rows * usual[kind][arm.speculation_length]) - 1.0
+                    scaled = min(max(deviation * sqrt(rows), -1.0), 1.0)
+                    now[kind] = scaled, steepness[kind][arm.speculation_length]
+                    if kind in before:
+                        pairs[kind] += scaled * before[kind][0], scaled, 1.0, now[kind][1] * before[kind][1]
+        self.pairs[:] = self.pairs * exp(-len(records) / PAIR_MEMORY) + pairs
         counts = {key: sum(histogram) for key, histogram in sums.items()}
         per_row = max(started / max(sum(counts.values()), 1), 1.0 / settings.request_steps)
         for key, histogram in sums.items():
@@ -106,6 +136,7 @@ class TokenEvidence:
                 beyond = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
                 self.positions[:, kind, 0, :length] += beyond[:-1]
                 self.positions[:, kind, 1, :length] += beyond[1:]
+                self.positions[:, kind, 2, length - 1] += rows
 
     def _fade(self, source: int, kind: int, requests: float, settings: EstimatorSettings) -> None:
         """Let what outputs told of a class count for less, and count new ones."""
@@ -180,9 +211,9 @@ class TokenEvidence:
 
     def _log_speed(self, s: EstimatorSettings) -> np.ndarray:
         """Log tokens per step in both memories by source, [2, classes, 4]."""
-        reached, passed = np.moveaxis(self.positions[..., :COMPARED_LENGTH], 2, 0)
-        long = (passed[0] + s.prior_trials * s.first_accepted) / (reached[0] + s.prior_trials)
-        accepted = (passed + s.prior_trials * long) / (reached + s.prior_trials)
+        reached, passed, _ = np.moveaxis(self.positions[..., :COMPARED_LENGTH], 2, 0)
+        long = (passed[0] + s.prior_tokens * s.first_accepted) / (reached[0] + s.prior_tokens)
+        accepted = (passed + s.prior_tokens * long) / (reached + s.prior_tokens)
         tokens, expected = np.moveaxis(self.own[..., 2:], -1, 0)
         drafted = self.arms[:, :, 0, 0].min(axis=-1)
         found = [
@@ -230,6 +261,7 @@ class Ratios:
     gain: Array
     slope: Array
     num_ngram: float
+    steepness: Array
 
 
 def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) -> np.ndarray:
@@ -249,10 +281,18 @@ def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) 
 
 def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: EstimatorSettings) -> Ratios:
     """Estimates. unseen: acceptance by position before anything was seen; trials: that it counts for."""
-    reached, passed = total.positions[0, :, 0], total.positions[0, :, 1]
+    reached, passed, drafted_by_length = total.positions[0].transpose(1, 0, 2)
     everyone = _accepted_by_all(reached.sum(axis=0), passed.sum(axis=0), unseen, trials)
-    accepted = (passed + s.prior_trials * everyone) / (reached + s.prior_trials)
+    accepted = (passed + s.prior_tokens * everyone) / (reached + s.prior_tokens)
     sums = np.concatenate([np.ones((NUM_CLASSES, 1)), 1.0 + np.cumsum(np.cumprod(accepted, axis=1), axis=1)], axis=1)
+    steepness = _steepness(sums)
+    products, deviations, count, scale = total.pairs[0].T
+    covariance = (products - deviations**2 / np.maximum(count, 1.0)).sum()
+    variance = (covariance + s.request_steps * s.request_sd**2) / (scale.sum() + s.request_steps)
+    spread = steepness * np.sqrt(np.clip(variance, 0.0, MOST_SPREAD**2))
+    usual_spread = (spread[:, 1:] * drafted_by_length).sum(axis=1) / np.maximum(drafted_by_length.sum(axis=1), 1e-9)
+    if drafted_by_length.any():
+        sums *= np.exp(-spread * (spread - usual_spread[:, None]))
     tokens, lengths = total.tokens[0], np.arange(sums.shape[1])
     steps, drafted, verified = total.arms[0].transpose(1, 0, 2, 3)
     expected = 1.0 / _shrunk(steps[:, 0], tokens, 1.0 / sums, s.prior_tokens)
@@ -285,7 +325,16 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
         gain,
         slope,
         float(total.requests[0, :, OWN : ALONE + 1].sum()),
+        steepness,
     )
+
+
+def _steepness(expected: np.ndarray) -> np.ndarray:
+    """Growth of log tokens per step with log acceptance, relative to COMPARED_LENGTH, [classes, lengths]."""
+    lengths = np.arange(expected.shape[1])
+    slope = np.cumsum(np.diff(expected, axis=1, prepend=1.0) * lengths, axis=1) / expected
+    steepness: np.ndarray = slope / slope[:, [min(COMPARED_LENGTH, len(lengths) - 1)]].clip(1e-9)
+    return steepness
 
 
 def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray, trials: float) -> np.ndarray:
@@ -312,7 +361,7 @@ def log_variance(ratios: Ratios, base: int, settings: EstimatorSettings) -> np.n
     accepted = np.clip(ratios.accepted.mean(axis=0), LEAST, 1.0 - LEAST)
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
     share = np.maximum(sums[:, None] - sums[:-1], 0.0) / (1.0 + sums)[:, None]  # tokens from positions i on
-    spread = (1.0 - accepted) / (accepted * (ratios.trials + settings.prior_trials))
+    spread = (1.0 - accepted) / (accepted * (ratios.trials + settings.prior_tokens))
     ngram, length = divmod(base, len(sums))
     by_length = ((share[length] - share) ** 2) @ spread
     kinds = (np.arange(2) != ngram) * settings.request_sd**2 / (ratios.num_ngram + 1.0)

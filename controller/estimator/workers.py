@@ -13,7 +13,7 @@ import numpy as np
 from speclen.controller.estimator.grid import Array, Cells, shares
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import COLD, Believed, Evidence, solve
-from speclen.controller.estimator.tokens import COMPARED_LENGTH, TokenEvidence, ratios_of
+from speclen.controller.estimator.tokens import ALONE, COMPARED_LENGTH, DRAFTS, OWN, WHOLE, TokenEvidence, ratios_of
 from speclen.records import StepRecord
 
 MOST_TRACKED = 16  # workers compared with each other; the evidence of others is pooled
@@ -59,25 +59,30 @@ class Worker:
             solution = solve(*evidence, solution, None, none, settings.worker_difference)
         self.theta = shares(features, solution.phi)[0] + solution.rho
         self.precision = np.diag(self.times.information).copy()
-        ratios = ratios_of(self.tokens, unseen, settings.prior_trials, settings)
+        ratios = ratios_of(self.tokens, unseen, settings.prior_tokens, settings)
         length = min(COMPARED_LENGTH, ratios.expected.shape[2] - 1)
-        drafted = self.tokens.positions[0, :, 0, :1].sum(axis=1) + self.tokens.tokens[0]
-        copied = self.tokens.own[0, :, 0] + self.tokens.alone[0, :, 0]
-        trials = np.concatenate([drafted, copied])
+        drafted, whole = self.tokens.requests[0][:, [DRAFTS, WHOLE]].T
+        matched, alone = self.tokens.requests[0][:, [OWN, ALONE]].T
+        requests = np.concatenate([drafted + whole, matched + alone])
         speed = np.concatenate([ratios.expected[:, 0, length], ratios.expected[:, 1, 0]])
-        self.speed = np.stack([np.log(speed), 2.0 / np.maximum(trials, 1.0)])
+        self.speed = np.stack([np.log(speed), settings.request_sd**2 / np.maximum(requests, 1e-3)])
 
     def agrees_in_times(self, other: Worker, most: float) -> bool:
-        """True unless step times of both differ by more than a factor, in cells that both have seen."""
+        """True unless step times of both differ by more than a factor, in cells that both have seen.
+
+        A worker that is apart stays so until there is enough evidence that it agrees.
+        """
         count = min(len(self.theta), len(other.theta))
         weight = np.minimum(self.precision[:count], other.precision[:count])
         num_shared = np.count_nonzero(weight)
         if num_shared < 2:
-            return True
+            return not self.apart[0]
         difference = self.theta[:count] - other.theta[:count]
         difference = difference - float(weight @ difference) / float(weight.sum())
         mean_square = float(weight @ difference**2) / float(weight.sum())
         chance = 2 * num_shared / float(weight.sum())  # mean square that noise alone explains
+        if self.apart[0] and SIGNIFICANT * chance > most**2:
+            return False
         return mean_square < max(most**2, SIGNIFICANT * chance)
 
     def agrees_in_tokens(self, other: Worker, most: float) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import pytest
@@ -144,26 +144,26 @@ def test_what_is_left_out_of_recorded_times_is_wrong(name, num_before, num_after
     assert share_wrong(name, left_out) > 2.0 * share_wrong(name, after)
 
 
-def worth_of_learned(name: str, records: Iterable[StepRecord]) -> dict[int, float]:
-    """By recorded batch size, the rate of the learned length over that of the best: by the blocks at fixed lengths."""
+def worth_of_learned(name: str, num_skipped: int) -> float:
+    """Rate of the learned lengths over that of the best ones, mean over the recorded steps. num_skipped: groups at first."""
     world = WORLDS["vllm-h200"]
     estimator = Estimator(limits=world.limits)
     scene = Scene(world._replace(texts=world.texts._replace(number=4000)), 0, 1.0)
     (truth,) = scene.workers[0].truths
-    for _, group in groupby(zip(recorded(name), records, strict=True), lambda pair: pair[0].group):
-        estimator.observe([record for _, record in group], "vllm")
+    reports = [report._replace(seq=number) for number, report in enumerate(replayed(name), 1)]
+    groups = [list(each) for _, each in groupby(zip(recorded(name), reports, strict=True), lambda pair: pair[0].group)]
+    for group in groups[num_skipped:]:
+        estimator.observe([report for _, report in group], "vllm")
     table = estimator.table()
-    sizes = {step.batch_size for step in recorded(name)}
-    return {size: truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes}
+    sizes = [step.batch_size for step in recorded(name)]
+    return mean(truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes)
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.97), ("b", 0.99)])
-def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name, least):
-    """Mean over steps: 0.98 and 1.00.
+@pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.99)])
+def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name: str, least: float) -> None:
+    """Mean over six starts, since chance decides a single one: 0.99 and 0.99.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for
     one step.
     """
-    reports = [report._replace(seq=number) for number, report in enumerate(replayed(name), 1)]
-    worth = worth_of_learned(name, reports)
-    assert sum(worth[report.batch_size] for report in reports) / len(reports) > least
+    assert mean(worth_of_learned(name, num_skipped) for num_skipped in (0, 3, 6, 10, 15, 20)) > least

@@ -34,7 +34,6 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(MIN_READ_BYTES)  # TLS buffers 512 KiB otherwise, and hides slow reading
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
