@@ -203,8 +203,7 @@ class Estimator:
         if not records:
             return Outcome([], [])
         state, s = self._state, self.settings
-        new = _new_worker(state.limits, s)
-        who = state.workers.find(worker, state.num_reports, state.groups, new)
+        who = state.workers.find(worker, state.num_reports, state.groups, lambda: _new_worker(state.limits, s))
         for name in [name for name in state.groups if name != POOL and name not in state.workers.tracked]:
             del state.groups[name]
         name = self._group_name(worker)
@@ -229,7 +228,7 @@ class Estimator:
         for first in range(0, len(usable), CHUNK):
             self._learn_times(name, who, usable[first : first + CHUNK])
         if worker in state.workers.tracked and who.is_due:
-            events += self._compare(who)
+            events += self._compare(worker, who)
             name = self._group_name(worker)
         state.groups[name].num_learned += len(records)
         return self._choose(name, events, "more tokens per second are expected")
@@ -335,21 +334,15 @@ class Estimator:
         """Workers that have tables of their own."""
         return len(self._state.groups) - 1
 
-    def _compare(self, worker: Worker) -> list[DriftEvent]:
-        """Compare a worker with the others; isolate those that differ, or let them join again."""
+    def _compare(self, name: str, worker: Worker) -> list[DriftEvent]:
+        """Compare a worker with the others; isolate it if it differs, or let it join again."""
         state, most = self._state, self.settings.worker_difference
         tracked = state.workers.tracked
         if len(tracked) < 2:
             return []
         worker.note(state.cells.features, self._unseen(), self.settings)
-        events = []
-        for name, other in tracked.items():
-            before = other.apart
-            if other.compared_at:
-                other.apart = other.differs(list(tracked.values()), most)
-            if any(before) != any(other.apart):
-                events.append(self._regroup(name, other))
-        return events
+        before, worker.apart = worker.apart, worker.differs(list(tracked.values()), most)
+        return [self._regroup(name, worker)] if any(before) != any(worker.apart) else []
 
     def _regroup(self, name: str, worker: Worker) -> DriftEvent:
         groups = self._state.groups

@@ -5,7 +5,7 @@ Every COMPARED reports a worker's own step times and tokens are compared with th
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,7 +116,7 @@ class Workers:
         """All workers and the shared evidence."""
         return [self.shared, *self.tracked.values(), *self.untracked.values()]
 
-    def find(self, name: str, num_reports: int, isolated: Container[str], new: Worker) -> Worker:
+    def find(self, name: str, num_reports: int, isolated: Container[str], new: Callable[[], Worker]) -> Worker:
         """The worker of this name, which may be new; then those that have expired make room."""
         known = self.tracked.get(name) or self.untracked.get(name)
         if known is not None:
@@ -128,7 +128,8 @@ class Workers:
                     self.shared.times.absorb(worker.times)
                     self.shared.tokens.absorb(worker.tokens)
         among = self.tracked if len(self.tracked) < MOST_TRACKED else self.untracked
-        return among.setdefault(name, new)
+        among[name] = new()
+        return among[name]
 
     def add_times(
         self, worker: Worker, places: np.ndarray, log_s: np.ndarray, believed: Believed, settings: EstimatorSettings
