@@ -17,15 +17,13 @@ from typing import Any
 
 import typer
 
-from speclen.cli.support.environment import check_environment
-from speclen.cli.support.errors import UserError, wrapped
-from speclen.cli.support.lazy import LazyGroup, Verbs, load_verb
-from speclen.cli.support.output import printing
+from speclen.cli.support.flags import LazyGroup, Verbs, check_environment, load_verb
+from speclen.cli.support.output import UserError, printing, wrapped
 from speclen.transport.embedded import DATA_DIR
 from speclen.transport.lifeline import end_with_parent
 
 VERBS: Verbs = {
-    "up": ("speclen.cli.up.up", "up", "Run a controller and workers in one terminal."),
+    "up": ("speclen.cli.up", "up", "Run a controller and workers in one terminal."),
     "controller": (
         "speclen.cli.controller",
         "controller",
@@ -33,17 +31,17 @@ VERBS: Verbs = {
     ),
     "worker": ("speclen.cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
     "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
-    "top": ("speclen.cli.learned.top", "top", "Watch workers: requests, throughput, lengths in use."),
-    "tables": ("speclen.cli.learned.tables", "tables", "Show the learned table of a database."),
-    "gain": ("speclen.cli.learned.gain", "gain", "Show the measured gain over the baseline."),
+    "top": ("speclen.cli.top", "top", "Watch workers: requests, throughput, lengths in use."),
+    "tables": ("speclen.cli.tables", "tables", "Show the learned table of a database."),
+    "gain": ("speclen.cli.gain", "gain", "Show the measured gain over the baseline."),
     "hold": ("speclen.cli.hold", "hold", "Hold arms at ranges of batch sizes, whatever is learned."),
     "explain": (
-        "speclen.cli.learned.explain",
+        "speclen.cli.explain",
         "explain",
         "Show the estimates behind the arm of a batch size.",
     ),
     "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
-    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and acceptance offline, and show them."),
+    "profile": ("speclen.cli.profile", "app", "Measure step times and acceptance offline, and show them."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.backup", "restore", "Restore the database from a backup."),
     "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from speclen.cli.support.database import DB_OPTION, HERE, copy_database
-from speclen.cli.support.errors import UserError, say, user_errors
+from speclen.cli.support.output import UserError, say, user_errors
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
 

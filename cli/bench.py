@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from speclen.cli.support.lazy import LazyGroup, Verbs
+from speclen.cli.support.flags import LazyGroup, Verbs
 from speclen.worker.backends.spinning import set_spins
 
 VERBS: Verbs = {

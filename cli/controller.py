@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from speclen.cli.support.errors import user_errors
 from speclen.cli.support.flags import flags_from
+from speclen.cli.support.output import user_errors
 from speclen.controller.config import ControllerConfig
 from speclen.transport.embedded import detach, end_when_unused
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError, user_errors
+from speclen.cli.support.output import UserError, user_errors
 from speclen.transport.address import is_loopback, split_address
 
 if TYPE_CHECKING:

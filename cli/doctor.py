@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.gain import document_of, interval_text
+from speclen.cli.gain import document_of, interval_text
 from speclen.cli.support.database import DB_OPTION, told
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.store.backup import is_empty
 from speclen.store.connection import (
     OLDEST_SAFE_SQLITE,

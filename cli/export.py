@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from speclen.cli.learned.tables import CONTEXT, Row, rows_of
 from speclen.cli.support.database import DB_OPTION
-from speclen.cli.support.errors import UserError, user_errors, wrapped
-from speclen.cli.support.files import write_whole
+from speclen.cli.support.output import UserError, user_errors, wrapped, write_whole
+from speclen.cli.tables import CONTEXT, Row, rows_of
 
 VLLM_KEY = "num_speculative_tokens_per_batch_size"
 

@@ -10,8 +10,8 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from speclen.cli.support.client import WORKER, client_from
-from speclen.cli.support.errors import UserError
 from speclen.cli.support.flags import flags_from
+from speclen.cli.support.output import UserError
 from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc

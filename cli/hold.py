@@ -9,8 +9,8 @@ import typer
 
 from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DB_OPTION
-from speclen.cli.support.errors import UserError, user_errors
 from speclen.cli.support.flags import flags_from, ranges
+from speclen.cli.support.output import UserError, user_errors
 from speclen.records import MAX_BATCH_SIZE, parse_arm
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.embedded import serving

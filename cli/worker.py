@@ -8,10 +8,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from speclen.cli.support.client import check_controller
 from speclen.cli.support.database import HERE
-from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.flags import flags_from
-from speclen.cli.support.whose import check_controller
+from speclen.cli.support.output import UserError, say
 from speclen.records import Limits
 from speclen.transport.embedded import EMBEDDED, serving
 from speclen.transport.supervision import PartFailedError

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.cli.profile.analysis import analyse, analysis_json, show
-from speclen.cli.profile.document import ProfileDocument, read_document, write_document
-from speclen.cli.profile.measuring import measure
+from speclen.cli.profile import analyse, analysis_json, show_tables
+from speclen.cli.profile_measure import measure
 from speclen.cli.support.machine import provenance
+from speclen.cli.support.output import write_whole
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.profiling.file import ProfileDocument, read_document
 from speclen.worker.profiling.profiler import ProfileSettings
 from speclen.worker.profiling.prompts import held_out_texts
 
@@ -67,10 +69,9 @@ def publish(name: str, documents: Documents, out: Path) -> None:
     """One JSON for the experiment, and a printed table per profile."""
     analyses = {title: analyse(document) for title, document in documents.items()}
     for title, document in documents.items():
-        show(document, analyses[title])
-    write_document(
-        out / f"{name}.json", {title: analysis_json(each, analyses[title]) for title, each in documents.items()}
-    )
+        show_tables(document, analyses[title])
+    content = {title: analysis_json(each, analyses[title]) for title, each in documents.items()}
+    write_whole(out / f"{name}.json", json.dumps(content, indent=1))
 
 
 @app.command()

@@ -18,25 +18,33 @@ from pathlib import Path
 
 from speclen.store import queries
 from speclen.store.connection import (
+    APPLICATION_ID,
     Connection,
     CorruptStoreError,
+    FileErrors,
     StoreError,
     connect_reader,
+    connect_writer,
     is_corruption,
+    is_new,
     refusal,
     sqlite3,
 )
 from speclen.store.files import Presence, WriterLock, damage_path, move_aside, size_of
-from speclen.store.opening import give_way, note_missing, open_checked
-from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
-from speclen.store.transaction import Outcome, write
+from speclen.store.schema import Commit, StoredState, StoreEventRow, StoreHealth
+from speclen.store.transaction import EVENTS, Outcome, write
 
 # Seconds between looks at the file when nothing is written.
 LOOK_INTERVAL_S = 0.5
 
 # Advice for damage that was found while writing. A start may miss it: it skips the raw reports of a large file.
 MOVE_AWAY = "restore a backup over it, or move it and its -wal away, and start the controller again."
+
+# Tables that grow with the number of reports: not checked when a large file is opened.
+LARGE_TABLES = ("step_reports", "prediction_windows")
+
+WRITER_NICE = 10  # niceness of the writer's thread
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +81,7 @@ class Store:
         # Commits that the last writer acknowledged and that are not in the file: see `WriterLock`.
         self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
         if self.num_commits_missing:
-            note_missing(connection, self.num_commits_missing)
+            _note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
         # Of a monotonic clock: a clock that jumps ahead must not make every report too old to be kept.
         self._epoch = time.time() - time.monotonic()
@@ -176,7 +184,7 @@ class Store:
 
     def _write_for_ever(self) -> None:
         """Take all that waits, store it in one transaction, call back."""
-        give_way()
+        _lower_priority()
         while waiting := self._take():
             outcome = self._store([commit for commit, _ in waiting])
             for place, (_, on_done) in enumerate(waiting):
@@ -272,3 +280,46 @@ def _tell(on_done: OnDone, error: Exception | None) -> None:
         on_done(error)
     except Exception:
         log.exception("a callback of a commit failed")
+
+
+def open_checked(path: Path, checked_bytes: int) -> Connection:
+    """Open a database for writing, create its tables if it is new, and check it. Raises StoreError."""
+    connection = connect_writer(path)
+    try:
+        if is_new(connection):  # in one transaction, so that an interrupted start leaves an empty file
+            schema = Path(__file__).with_name("schema.sql").read_text("utf-8")
+            connection.executescript(f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {schema}; COMMIT")
+        _check_content(path, connection, checked_bytes)
+        queries.load_state(connection)
+    except FileErrors as error:
+        connection.close()
+        raise refusal(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:
+    """Check every table, or in a file above checked_bytes all but LARGE_TABLES. Raises CorruptStoreError."""
+    small = path.stat().st_size <= checked_bytes
+    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+    for scope in ["1"] if small else [name for name in tables if name not in LARGE_TABLES]:
+        found = connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0]
+        if found != "ok":
+            raise refusal(path, sqlite3.DatabaseError(found.splitlines()[-1]), damaged=True)
+
+
+def _note_missing(connection: Connection, num_commits: int) -> None:
+    """Record acknowledged commits that are missing from the file: its WAL was cut, or a backup restored."""
+    detail = "commits were acknowledged under this name and are not in the file"
+    row = StoreEventRow("commits_missing", num_commits, detail, time.time())
+    with contextlib.suppress(sqlite3.Error):  # a full disk is reported by opening the store
+        EVENTS["store_events"].run(connection, [row])
+
+
+def _lower_priority() -> None:
+    """Lower the calling thread's priority, because no caller waits for it. Only Linux has priorities by thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)

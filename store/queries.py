@@ -9,7 +9,8 @@ from typing import Any
 
 from speclen.records import Profile, ProfileCell
 from speclen.store.connection import Connection
-from speclen.store.records import (
+from speclen.store.schema import (
+    PROFILE_COLUMNS,
     AcceptanceRow,
     ArmEstimateRow,
     ContextLimitsRow,
@@ -24,7 +25,6 @@ from speclen.store.records import (
     TrialRow,
     WorkerRow,
 )
-from speclen.store.statements import PROFILES
 
 # Columns that hold 0 or 1.
 BOOLEANS = ("ngram", "previous_ngram", "is_best", "learned_ngram", "baseline_ngram", "is_baseline_used")
@@ -123,7 +123,7 @@ def stored_profiles(connection: Connection) -> list[ProfileRow]:
         cells[profile_id].append(ProfileCell(*values))
     found = []
     for profile_id, context_id, source, survival, num_rows, after_group_id, imported_at in connection.execute(
-        f"SELECT {', '.join(PROFILES.columns)} FROM profiles ORDER BY profile_id"
+        f"SELECT {', '.join(PROFILE_COLUMNS)} FROM profiles ORDER BY profile_id"
     ):
         lists = tuple(json.loads(survival)), tuple(json.loads(num_rows))
         profile = Profile(tuple(cells[profile_id]), *lists, source)

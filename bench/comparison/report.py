@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.bench.comparison.rounds import Comparison, Ratio
-from speclen.cli.support.files import write_whole
+from speclen.cli.support.output import write_whole
 
 # Heading, figure of one block, format. Latencies in seconds, accepted tokens by step and sequence.
 COLUMNS = (

@@ -24,10 +24,9 @@ from speclen.bench.serving.load import Prompt
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
-from speclen.cli.support.errors import UserError, say
-from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.machine import machine, provenance
+from speclen.cli.support.output import UserError, check_place, say
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 

@@ -21,10 +21,9 @@ from rich.table import Column, Table
 
 from speclen.bench.engine.run import generate
 from speclen.bench.spread import Spread, figure, ratio, spread
-from speclen.cli.support.errors import UserError, user_errors
-from speclen.cli.support.files import write_whole
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
+from speclen.cli.support.output import UserError, user_errors, write_whole
 from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from speclen.bench.fleet.load import Load, load_of
 from speclen.bench.spread import spread
+from speclen.cli.support.client import free_port
 from speclen.cli.support.processes import Child
-from speclen.cli.up.places import free_port
 from speclen.worker.models.devices import processor_name
 
 STEPS_PER_S = 40.0  # of a worker in a fleet

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from speclen.cli.support.files import write_whole
 from speclen.cli.support.machine import provenance
+from speclen.cli.support.output import write_whole
 
 
 class Answer:

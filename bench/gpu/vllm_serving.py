@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from speclen.cli.support.files import write_whole
 from speclen.cli.support.machine import provenance
+from speclen.cli.support.output import write_whole
 
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 96, 128, 192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.worker.config import WorkerConfig
 
 

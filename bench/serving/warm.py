@@ -16,15 +16,15 @@ from typing import Any
 
 import grpc
 
-from speclen.cli.profile.document import read_document
-from speclen.cli.profile.importing import send
+from speclen.cli.profile_import import import_request, send
 from speclen.cli.support.client import Client
 from speclen.cli.support.database import copy_database
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.cli.support.processes import Child, without_settings
 from speclen.records import ContextKey
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 from speclen.worker.config import WorkerConfig
+from speclen.worker.profiling.file import read_document
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
@@ -74,7 +74,7 @@ class WarmWorker:
         if self.settings.profile is not None:  # one measured in another context is only a starting point
             known = self.context()
             context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
-            send(read_document(self.settings.profile).to_request(context), address, Client())
+            send(import_request(read_document(self.settings.profile).profile, context), address, Client())
         self._tell(do="learn", controller=address)
 
     def use(self, policy: str) -> None:

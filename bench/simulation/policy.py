@@ -21,7 +21,7 @@ from speclen.bench.simulation.play import play
 from speclen.bench.simulation.report import Run, print_board
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.controller.estimator import EstimatorSettings
 
 DEFAULT = "default"

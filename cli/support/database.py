@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from speclen.cli.support.errors import UserError, say, user_errors
+from speclen.cli.support.output import UserError, say, user_errors
 from speclen.store.backup import copy
 from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal
 from speclen.transport.embedded import DATA_DIR, DATABASE_NAME, data_directory

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import grpc
 
-from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError
-from speclen.cli.support.whose import identity, occupant
+from speclen.cli.support.client import Client, identity, occupant
+from speclen.cli.support.output import UserError
 from speclen.transport.health import SERVING, check
 from speclen.transport.lifeline import start_tied
 

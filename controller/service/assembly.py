@@ -21,8 +21,8 @@ from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
-from speclen.store.records import StoredState
 from speclen.store.retention import Retention
+from speclen.store.schema import StoredState
 from speclen.transport.aio import SERVER_OPTIONS
 from speclen.transport.health import Health
 from speclen.transport.servers import create_server

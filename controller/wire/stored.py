@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from speclen.records import Arm, OutputEvaluation, RequestClass, StepFlag, StepRecord
 
 if TYPE_CHECKING:
-    from speclen.store.records import ReportRow
+    from speclen.store.schema import ReportRow
 
 _CLASSES = [each.name.lower() for each in RequestClass]
 
@@ -17,7 +17,7 @@ _CLASSES = [each.name.lower() for each in RequestClass]
 def row_of(
     step: StepRecord, group_id: int, context_id: int, worker_key: int, epoch: int, received_at: float
 ) -> tuple[object, ...]:
-    """The values of a speclen.store.records.ReportRow, in its order."""
+    """The values of a speclen.store.schema.ReportRow, in its order."""
     (length, ngram), flags = step.arm, " ".join(sorted(flag.value for flag in step.flags)) if step.flags else ""
     return (
         group_id,

@@ -22,8 +22,8 @@ from program import HERE, Mode, Server, modes
 
 from speclen.bench.rates import as_table
 from speclen.bench.serving.chat import ChatPrompts
-from speclen.cli.support.files import write_whole
 from speclen.cli.support.machine import machine, provenance
+from speclen.cli.support.output import write_whole
 from speclen.cli.support.processes import end_as_by_ctrl_c
 from speclen.worker.models.loading import load_tokenizer
 

@@ -13,7 +13,8 @@ from chaos.fault import Place, fault
 from chaos.fleet import START_S, Fleet, Program, check_database
 from chaos.load import Load
 from chaos.reporter import Reporter
-from speclen.cli.learned.history import estimates_of, events
+from speclen.cli.explain import estimates_of
+from speclen.cli.replay import events
 from speclen.controller.analysis.replay import replay
 from speclen.store.connection import connect_reader
 from speclen.store.queries import contexts

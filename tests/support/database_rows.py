@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speclen.store.records import AcceptanceRow, Commit, ContextLimitsRow, StateRow
+from speclen.store.schema import AcceptanceRow, Commit, ContextLimitsRow, StateRow
 from tests.support.store_rows import NOW, context, decision, estimate, report, worker, written
 
 

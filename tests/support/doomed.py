@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speclen.cli import app
-from speclen.store import opening
+from speclen.store import database
 
 # What one commit's statements begin with, in their order; the last one comes when everybody has been told of it.
 STEPS = (
@@ -46,13 +46,13 @@ class Doomed:
 
 def doom() -> None:
     """Let the store of this process open such connections."""
-    connect = opening.connect_writer
+    connect = database.connect_writer
     if kill_at := os.environ.get("KILL_AT", ""):
 
         def connect_doomed(path: Path) -> Any:
             return Doomed(connect(path), kill_at)
 
-        opening.connect_writer = connect_doomed
+        database.connect_writer = connect_doomed
 
 
 if __name__ == "__main__":

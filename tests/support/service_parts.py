@@ -12,7 +12,7 @@ from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
 from speclen.controller.service.saving.journal import Journal
 from speclen.records import ContextKey, Limits
-from speclen.store.records import Commit, ReportRow, StoreHealth
+from speclen.store.schema import Commit, ReportRow, StoreHealth
 from tests.support.control_fakes import report
 from tests.support.fake_estimator import FakeEstimator
 

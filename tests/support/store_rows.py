@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from speclen.store.connection import Connection, sqlite3
-from speclen.store.database import Store, StoreConfig
+from speclen.store.database import Store, StoreConfig, open_checked
 from speclen.store.files import WriterLock
-from speclen.store.opening import open_checked
-from speclen.store.records import (
+from speclen.store.schema import (
     ArmEstimateRow,
     Commit,
     ContextRow,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from speclen.cli.backup import backup, restore
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.store.database import Store
 from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import moment, report, rows, spoil_a_page, spoil_a_value, store_now

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from speclen.cli.app import VERBS, main, settings_of_verb
-from speclen.cli.learned.top import ask, overview, rate_cells
 from speclen.cli.support.client import Client
-from speclen.cli.support.environment import check_environment
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.flags import check_environment
+from speclen.cli.support.output import UserError
+from speclen.cli.top import ask, overview, rate_cells
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 

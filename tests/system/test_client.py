@@ -15,11 +15,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from speclen.cli.app import with_client_defaults
-from speclen.cli.profile.importing import find_destination
-from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError
+from speclen.cli.profile_import import find_destination
+from speclen.cli.support.client import Client, check_controller, identity
+from speclen.cli.support.output import UserError
 from speclen.cli.support.processes import Child
-from speclen.cli.support.whose import check_controller, identity
 from speclen.controller.service import assembly as controller
 from speclen.transport import aio
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
@@ -68,7 +67,7 @@ def test_a_client_with_authority_and_token_gets_through_and_a_proxy_is_no_way_to
 @pytest.mark.parametrize(
     ("ca", "given", "words"),
     [
-        ("authority", None, "wants a token: give the file that holds it with --token-file"),
+        ("authority", None, "requires a token: name the file that holds it with --token-file"),
         ("authority", "wrong", "rejects the token in"),
         ("stranger", "right", "does not verify the controller at"),
         (None, "right", "if it has TLS, give --ca"),
@@ -158,7 +157,7 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
 
 
 def test_a_container_can_ask_for_health(guarded):
-    probe = [sys.executable, "-m", "speclen.cli.support.health", "controller"]
+    probe = [sys.executable, "-m", "speclen.cli.health", "controller"]
     listening = guarded.arguments[guarded.arguments.index("--probe-listen") + 1]
     assert subprocess.run([*probe, listening], check=False).returncode == 0
     refused = subprocess.run([*probe, guarded.address], capture_output=True, text=True, check=False)

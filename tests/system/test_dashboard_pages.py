@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from speclen.cli.dashboard import METADATA, address, create_application
-from speclen.cli.support.errors import UserError
-from speclen.store.records import Commit
+from speclen.cli.support.output import UserError
+from speclen.store.schema import Commit
 from tests.support.database_rows import write_database
 from tests.support.store_rows import TRIAL, context, estimate, moment, rows, written
 

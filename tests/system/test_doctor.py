@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from speclen.cli import doctor as module
 from speclen.cli.app import app
 from speclen.cli.doctor import examine
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
 from tests.support.database_rows import write_database, write_killed_database

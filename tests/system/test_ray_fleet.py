@@ -16,7 +16,7 @@ import pytest
 from grpc import aio
 
 from speclen.cli.app import with_ray_address
-from speclen.cli.up.up import OF_FLEETS
+from speclen.cli.up import OF_FLEETS
 from speclen.controller.config import ControllerConfig
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.hosting import HostedController

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from speclen.cli.app import app
 from speclen.store.connection import StoreError, connect_reader
-from speclen.store.records import Commit
+from speclen.store.schema import Commit
 from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import report, without_write_permission, written
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from speclen.bench.fleet.load import load_of
 from speclen.cli.bench import app
-from speclen.cli.learned.history import events
+from speclen.cli.replay import events
 from speclen.cli.support.database import reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.controller.analysis.replay import GroupObserved
 from tests.support import tiny_models
 from tests.support.control_fakes import served

@@ -8,11 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from speclen.cli.profile.importing import find_destination
-from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError
+from speclen.cli.profile_import import find_destination
+from speclen.cli.support.client import Client, identity, owns
+from speclen.cli.support.output import UserError
 from speclen.cli.support.processes import Child
-from speclen.cli.support.whose import identity, owns
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address, two_free_ports
@@ -117,8 +116,7 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
 
 
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
-    from speclen.cli.up.places import Places
-    from speclen.cli.up.up import children_of
+    from speclen.cli.up import Places, children_of
 
     host, port = "127.0.0.1", two_free_ports()
     places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")

@@ -7,7 +7,7 @@ import pytest
 from speclen.bench.engine import step as step_benchmark
 from speclen.bench.engine.run import generate
 from speclen.bench.spread import ratio, spread
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb, settings_of_verb
-from speclen.cli.support.environment import check_environment
+from speclen.cli.support.flags import check_environment
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speclen.cli.export import WRITERS, Range, export, merged
-from speclen.cli.learned.tables import rows_of
-from speclen.cli.support.errors import UserError
-from speclen.store.records import Commit
+from speclen.cli.support.output import UserError
+from speclen.cli.tables import rows_of
+from speclen.store.schema import Commit
 from tests.support.database_rows import write_database
 from tests.support.store_rows import estimate, rows, written
 
@@ -131,5 +131,5 @@ def test_what_cannot_be_exported_is_told(tmp_path):
         export(None, database, context="", table_format="vlm")
     with pytest.raises(UserError, match="no such"):
         export(None, database, context="no such", table_format="vllm")
-    with pytest.raises(UserError, match="is a database and stays"):
+    with pytest.raises(UserError, match="is a database and is not overwritten"):
         export(database, database, context="", table_format="json")

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.learned.gain import seconds_of
-from speclen.cli.support.errors import UserError
+from speclen.cli.gain import seconds_of
+from speclen.cli.support.output import UserError
 from tests.support.database_rows import write_database
 from tests.support.store_rows import NOW, TRIAL, moment, rows, written
 

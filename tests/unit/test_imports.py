@@ -136,7 +136,3 @@ def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     assert loaded_by("bench.gpu.checks", "bench.rates", missing=missing)
 
 
-def test_no_folder_holds_more_modules_than_a_reader_can_keep_in_mind():
-    for folder in {path.parent for package in (*APART, "bench") for path in files_of(package)}:
-        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(modules) <= 14, f"{folder.relative_to(ROOT)}: {sorted(modules)}"

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from speclen.store.records import ReportRow
-from speclen.store.statements import Refusal
-from speclen.store.transaction import ReportsRefusedError
+from speclen.store.schema import ReportRow
+from speclen.store.transaction import Refusal, ReportsRefusedError
 from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
 from tests.support.waiting import PATIENCE_S

@@ -10,7 +10,7 @@ from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
 from speclen.store.database import Store
-from speclen.store.records import StoredState
+from speclen.store.schema import StoredState
 from tests.support.control_fakes import report
 from tests.support.fake_estimator import FakeEstimator
 from tests.support.service_parts import ELSEWHERE, KEY, Parts

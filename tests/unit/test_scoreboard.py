@@ -13,7 +13,7 @@ from speclen.bench.simulation.policy import ABLATIONS, DEFAULT, Variant, changed
 from speclen.bench.simulation.report import Difference, Run, difference
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.controller.estimator import EstimatorSettings
 from speclen.records import Arm, StepFlag, StepRecord
 

@@ -23,7 +23,7 @@ from speclen.store.connection import (
 )
 from speclen.store.database import Store, StoreConfig
 from speclen.store.queries import stored_reports
-from speclen.store.records import Commit, StateRow, StoredState
+from speclen.store.schema import Commit, StateRow, StoredState
 from tests.support import store_rows
 from tests.support.store_rows import (
     NOW,

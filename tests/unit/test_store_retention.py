@@ -7,8 +7,8 @@ import time
 
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
-from speclen.store.records import Commit
 from speclen.store.retention import Retention
+from speclen.store.schema import Commit
 from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now, written
 
 DAY = 86400.0

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from speclen.controller.wire.stored import record_of, row_of
 from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
-from speclen.store.records import Commit, ReportRow, StateRow
-from speclen.store.statements import BLOCKS
-from speclen.store.transaction import sums_by_arm
+from speclen.store.schema import Commit, ReportRow, StateRow
+from speclen.store.transaction import BLOCKS, sums_by_arm
 from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
 

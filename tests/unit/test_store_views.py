@@ -10,7 +10,7 @@ import pytest
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store
 from speclen.store.queries import view_rows
-from speclen.store.records import Commit
+from speclen.store.schema import Commit
 from tests.support.store_rows import (
     NOW,
     context,

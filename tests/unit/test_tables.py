@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.learned.history import find_context
-from speclen.cli.support.errors import UserError
+from speclen.cli.explain import find_context
+from speclen.cli.support.output import UserError
 from speclen.controller.analysis.explain import Change, Explanation, in_words, rows_at
 from speclen.records import Arm, ArmEstimate
-from speclen.store.records import Commit
+from speclen.store.schema import Commit
 from tests.support.database_rows import write_database
 from tests.support.store_rows import context, decision, estimate, rows, written
 
@@ -124,7 +124,7 @@ def test_a_stored_choice_is_explained(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch", "99"], "batch size 99 is beyond this context's workers: use 1 to 32"),
+        (["--batch", "99"], "no worker of this context runs batch size 99: use 1 to 32"),
         (["--batch", "9"], "nothing is known about batch size 9 yet"),
         (["--batch", "4", "--context", "elsewhere"], "no context is called 'elsewhere'"),
     ],

@@ -1,35 +1,85 @@
-"""Arms from the step times and survival of a profile by `speclen profile export`, for a worker without controller."""
+"""Profiles as JSON files: written by `speclen profile run` and `export`, read by `import` and by a worker's --profile."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from speclen.records import Arm, Choice, ContextKey, Limits, ProfileCell
+from speclen.records import Arm, Choice, ContextKey, Limits, Profile, ProfileCell
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.reporting.table import ArmTable
 
+FORMAT, VERSION = "speclen-profile", 1
 
-def table_from_file(path: Path, limits: Limits) -> ArmTable:
-    """The paper's table from a profile. Raises ValueError naming the file when it is not a profile."""
+
+@dataclass(frozen=True, slots=True)
+class ProfileDocument:
+    """A profile and the context in which it was measured.
+
+    details: machine, settings, command and commit of the measurement, for people only.
+    """
+
+    context: ContextKey
+    profile: Profile
+    measured_at: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        profile = self.profile
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "context": self.context._asdict(),
+            "measured_at": self.measured_at,
+            "source": profile.source,
+            "cells": [cell._asdict() for cell in profile.cells],
+            "survival": list(profile.survival),
+            "num_survival_rows": list(profile.num_survival_rows),
+            "details": self.details,
+        }
+
+
+def read_document(path: Path) -> ProfileDocument:
+    """Read a profile. Raises ValueError naming the file and what is wrong; bounds of numbers are not checked."""
     try:
         content = json.loads(path.read_text("utf-8"))
-        cells = [ProfileCell(c["batch_size"], c["speculation_length"], c["step_s"]) for c in content["cells"]]
-        survival = [float(value) for value in content["survival"]]
     except OSError as error:
-        raise ValueError(f"cannot read the profile {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a profile: make one with `speclen profile run` ({error})") from error
-    return table_from_profile(cells, survival, limits)
+        raise ValueError(f"cannot read the profile {path} ({error.strerror}): name a file, an id or latest") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): name a file of `speclen profile run`") from error
+    try:
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            known = f"format {content['format']!r} version {content['version']!r}, known is {FORMAT} {VERSION}"
+            raise ValueError(f"it has {known}")
+        profile = Profile(
+            cells=tuple(ProfileCell(**cell) for cell in content["cells"]),
+            survival=tuple(map(float, content["survival"])),
+            num_survival_rows=tuple(content["num_survival_rows"]),
+            source=str(content.get("source", "")),
+        )
+        context, details = ContextKey(**content["context"]), dict(content.get("details", {}))
+        return ProfileDocument(context, profile, str(content.get("measured_at", "")), details)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is not a profile of `speclen profile run`: {what}") from error
+
+
+def table_from_file(path: Path, limits: Limits) -> ArmTable:
+    """The paper's table from a profile. Raises ValueError naming the file if it is not a profile."""
+    profile = read_document(path).profile
+    return table_from_profile(profile.cells, profile.survival, limits)
 
 
 def table_from_profile(cells: Sequence[ProfileCell], survival: Sequence[float], limits: Limits) -> ArmTable:
-    """The paper's table: per profiled batch size the length with the least time per token, frozen.
+    """The paper's table: for each profiled batch size the length with the least time per token, frozen.
 
     A batch size between two profiled ones uses the larger one's length, as in the paper's look-up.
-    survival[i]: probability that draft tokens 0..i are all accepted. Raises ValueError for an empty profile.
+    survival[i]: probability that draft tokens 0..i are all accepted. Raises ValueError if the profile is empty.
     """
     if not cells:
         raise ValueError("the profile has no cells")
@@ -46,15 +96,10 @@ def table_from_profile(cells: Sequence[ProfileCell], survival: Sequence[float], 
 
 
 def foreign_parts(path: Path, context: pb.ContextKey) -> list[str]:
-    """Differences between a profile's context and this worker's, in words; empty without any.
-
-    A file without a context differs. It must be one that `table_from_file` accepts.
-    """
-    theirs = json.loads(path.read_text("utf-8")).get("context")
-    if not isinstance(theirs, dict):
-        return ["it does not say where it was measured"]
+    """Differences between the context of a profile and that of this worker, in words; empty if there are none."""
+    theirs = read_document(path).context
     return [
-        f"{name} {theirs.get(name, '')!r} instead of {getattr(context, name)!r}"
+        f"{name} {getattr(theirs, name)!r} instead of {getattr(context, name)!r}"
         for name in ContextKey._fields
-        if theirs.get(name, "") != getattr(context, name)
+        if getattr(theirs, name) != getattr(context, name)
     ]

@@ -24,7 +24,7 @@ from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import row_of
 from speclen.records import ContextKey, Decision, DriftEvent, Hold, Profile, StepRecord, Table, Trial
 from speclen.store.database import Store
-from speclen.store.records import (
+from speclen.store.schema import (
     Commit,
     ContextLimitsRow,
     ContextRow,

@@ -20,7 +20,7 @@ from speclen.controller.service.saving import rows
 from speclen.records import Hold, Trial
 from speclen.store import queries
 from speclen.store.connection import connect_reader
-from speclen.store.records import ProfileRow, StoredState, StoreEventRow, WorkerRow
+from speclen.store.schema import ProfileRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
 

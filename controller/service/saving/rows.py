@@ -9,7 +9,7 @@ from speclen.controller.estimator import Contexts
 from speclen.controller.service.registry import Context, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.records import Decision, Hold, Limits, Table, Trial, parse_arm
-from speclen.store.records import AcceptanceRow, ArmEstimateRow, DecisionRow, HoldsRow, TrialRow, WorkerRow, filled
+from speclen.store.schema import AcceptanceRow, ArmEstimateRow, DecisionRow, HoldsRow, TrialRow, WorkerRow, filled
 
 
 def worker_of(row: WorkerRow, context: Context) -> Worker:

@@ -1,4 +1,4 @@
-"""Hands a profile to the controller that owns a database: the one that runs, or one started for the moment."""
+"""Import of a profile into the controller that owns a database: the running one, or one started for this call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import grpc
 
-from speclen.cli.support.client import Client
+from speclen.cli.support.client import Client, identity, owns
 from speclen.cli.support.database import default_database, reading
-from speclen.cli.support.errors import UserError, user_errors
-from speclen.cli.support.whose import identity, owns
+from speclen.cli.support.output import UserError, user_errors
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.server import running
-from speclen.records import ContextKey
+from speclen.records import ContextKey, Profile
 from speclen.store.backup import is_empty
 from speclen.store.files import is_locked
 from speclen.store.queries import contexts
@@ -28,9 +27,20 @@ from speclen.worker.profiling.file import foreign_parts
 TIMEOUT_S = 30.0
 
 
+def import_request(profile: Profile, context: ContextKey) -> pb.ImportProfileRequest:
+    """The request that seeds `context` with a profile."""
+    return pb.ImportProfileRequest(
+        context=pb.ContextKey(**context._asdict()),
+        cells=[pb.ProfileCell(**cell._asdict()) for cell in profile.cells],
+        survival=profile.survival,
+        num_survival_rows=profile.num_survival_rows,
+        source=profile.source[:256],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Destination of a profile: the controller at an address, or, without one, a controller for this call on `db`."""
+    """Where a profile goes: the controller at an address, or without an address one started for this call on `db`."""
 
     db: Path
     address: str
@@ -40,7 +50,7 @@ class Destination:
         return f"{self.db}, by the controller at {self.address}" if self.address else str(self.db)
 
     def take(self, request: pb.ImportProfileRequest) -> int:
-        """Id of the stored profile. Raises UserError when it is refused or could not be stored."""
+        """Import the profile and return its id. Raises UserError if it is refused or cannot be stored."""
         if self.address:
             return send(request, self.address, self.client)
         with user_errors((ValueError, OSError)):
@@ -48,11 +58,10 @@ class Destination:
 
 
 def find_destination(db: Path, controller: str, client: Client) -> Destination:
-    """The controller that keeps `db`, found before anything is measured or loaded. Raises UserError.
+    """Find the controller that owns `db` before anything is measured or loaded. Raises UserError.
 
-    controller: its address; empty: the one that runs on `db`, or, when none does, one for the moment, so that a profile
-    seeds the estimator in one way only. A controller of another database than one that was named is refused: what it
-    learned is somebody else's.
+    controller: its address; "": the one that runs on `db`, or one started for this call, so that a profile always seeds
+    the estimator in the same way. If --db was given, a controller of another database is refused.
     """
     named = db.absolute() != default_database().absolute()
     if not controller:
@@ -72,7 +81,7 @@ def find_destination(db: Path, controller: str, client: Client) -> Destination:
 
 
 def only_context(db: Path, target: str, draft: str) -> ContextKey | None:
-    """The one context of these models in a database; None for none or several, and where the file is on another machine."""
+    """The context of these models if the database has exactly one; None otherwise, or if it is on another machine."""
     if is_empty(db):
         return None
     names = [short_name(target), short_name(draft) if draft else "none"]
@@ -83,9 +92,9 @@ def only_context(db: Path, target: str, draft: str) -> ContextKey | None:
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
-    """Import through a controller of this process, which lets no report go. The next controller selects by its own policy.
+    """Import through a controller in this process. It deletes no reports: retention is the owning controller's to decide.
 
-    Raises ValueError when the database is in use or unusable, OSError when it does not take the profile.
+    Raises ValueError if the database is in use or unusable, OSError if it cannot store the profile.
     """
     db.parent.mkdir(parents=True, exist_ok=True)
     config = ControllerConfig(
@@ -103,13 +112,13 @@ async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
 
 
 def send(request: pb.ImportProfileRequest, address: str, client: Client) -> int:
-    """Import through a running controller. Raises UserError when it does not answer or refuses."""
+    """Import through a running controller. Raises UserError if it does not answer, or refuses."""
     with client.calling("controller", address) as channel:
         return rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S).profile_id
 
 
 def check_same_context(path: Path, here: ContextKey) -> None:
-    """Raises UserError naming every difference."""
+    """Raise UserError naming every difference between the profile's context and this one."""
     if different := foreign_parts(path, pb.ContextKey(**here._asdict())):
         raise UserError(
             f"{path} was measured with {'; '.join(different)}: it does not describe this context; "

@@ -1,6 +1,6 @@
-"""Exit code 0 when a server is SERVING: a probe for containers, at the server's --probe-listen.
+"""Health probe for containers: exits with code 0 if the server at its --probe-listen address is SERVING.
 
-Example: python -m speclen.cli.support.health worker 127.0.0.1:7081
+Example: python -m speclen.cli.health worker 127.0.0.1:7081
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 import grpc
 
 from speclen.cli.support.client import Client
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.transport.health import SERVING, STATUSES, check
 
 
 def problem(kind: str, address: str) -> str:
-    """One sentence, or nothing when the worker or controller (`kind`) serves. Raises UserError for no address."""
+    """One sentence, empty if the worker or controller (`kind`) serves. Raises UserError if the address is malformed."""
     client = Client()
     with client.channel(address) as channel:
         try:

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.gain import figures_of
+from speclen.cli.gain import figures_of
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.store import queries
 from speclen.store.queries import view_rows
 

@@ -249,6 +249,17 @@ class StoreEventRow(NamedTuple):
     content: bytes | None = None
 
 
+PROFILE_COLUMNS = (
+    "profile_id",
+    "context_id",
+    "source",
+    "survival",
+    "num_survival_rows",
+    "after_group_id",
+    "imported_at",
+)
+
+
 class ProfileRow(NamedTuple):
     """An offline profile as it was imported.
 

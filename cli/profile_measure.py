@@ -1,4 +1,4 @@
-"""`speclen profile run`: measure, with progress."""
+"""The measurement of `speclen profile run`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from datetime import UTC, datetime
 
 import typer
 
-from speclen.cli.profile.document import ProfileDocument
-from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
-from speclen.cli.support.progress import LiveLine
+from speclen.cli.support.output import LiveLine, UserError, say
 from speclen.records import ContextKey
 from speclen.worker.engine.preparation import EngineConfig, prepare
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.profiling.file import ProfileDocument
 from speclen.worker.profiling.profiler import Profiler, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.stats import ProfileSamples
@@ -24,20 +23,20 @@ from speclen.worker.reporting.identity import context_key
 
 
 def core_context(pair: ModelPair, backend: str = "auto", check_models: bool = True) -> ContextKey:
-    """The context of an engine in this process, as the estimator names it. Raises ModelError."""
+    """The context that an engine in this process would report. Raises ModelError."""
     config = EngineConfig(max_batch_size=2, backend=backend, check_models=check_models)
     key = context_key(pair, prepare(pair, config).backend)
     return ContextKey(key.target, key.draft, key.device, key.dtype, key.engine_fingerprint)
 
 
 def file_stem(context: ContextKey) -> str:
-    """Readable and distinct: models, dtype, and a digest of the whole context."""
+    """A readable, unique file name: models, dtype, and a digest of the context."""
     digest = hashlib.sha256(json.dumps(context._asdict()).encode()).hexdigest()[:8]
     return re.sub(r"[^\w.-]+", "-", f"{context.target}_{context.draft}_{context.dtype}_{digest}")
 
 
 def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source: str) -> ProfileDocument:
-    """Measure until the time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
+    """Measure until the budget is spent. Ctrl-C discards everything and exits with code 130. Raises UserError."""
     context = core_context(pair, settings.backend, settings.check_models)
     prompts = PromptSource(pair.tokenizer, texts, settings.seed)
     try:
@@ -61,7 +60,7 @@ def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source
 
 
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:
-    """Name batch sizes and cells that are not part of the profile."""
+    """Report batch sizes and cells that are missing from the profile."""
     if samples.largest_batch_size is not None:
         say(f"batch sizes over {samples.largest_batch_size} do not fit in memory and were left out")
     elif missing := len(settings.batch_sizes) * len(settings.lengths) - num_cells:

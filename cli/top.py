@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.tables import Row, table_of
 from speclen.cli.support.client import WORKER, Client, client_from
-from speclen.cli.support.errors import UserError, wrapped
 from speclen.cli.support.flags import flags_from
+from speclen.cli.support.output import UserError, wrapped
+from speclen.cli.tables import Row, table_of
 from speclen.records import Arm
 from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import control_pb2

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.cli.support.database import DB_OPTION, reading
-from speclen.cli.support.errors import UserError
+from speclen.cli.support.output import UserError
 from speclen.controller.baseline.gain import gain_of
 from speclen.controller.baseline.guard import bounds_of, range_of
 from speclen.records import Trial

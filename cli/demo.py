@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.cli.learned.tables import learned_parts, table_without_lines
 from speclen.cli.support.client import Client
-from speclen.cli.support.progress import LiveLine
+from speclen.cli.support.output import LiveLine
+from speclen.cli.tables import learned_parts, table_without_lines
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

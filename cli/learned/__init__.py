@@ -1,1 +1,0 @@
-"""Verbs that show what was learned: tables, top, explain."""

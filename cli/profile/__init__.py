@@ -1,1 +1,0 @@
-"""Offline profiles as documents: measured, analysed, shown, handed on."""

@@ -1,1 +1,0 @@
-"""`speclen up`: a controller and workers in one terminal, and the demonstration."""
