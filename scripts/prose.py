@@ -1,6 +1,5 @@
-"""Check the prose of pages and docstrings."""
+"""Check the prose of pages."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_PAGE, LONGEST_LINE, LONGEST_SENTENCE = 250, 120, 35  # lines, characters, words
-OPENINGS = re.compile(r"(What|Who|Whether|That|Where|How)\b")
 PARAGRAPH_ENDS = re.compile(r"^\s*$|^\s*(?:[-*]|\d+\.|>) |^#.*$|^\|.*$|^!\[.*$", re.MULTILINE)
 
 
@@ -41,17 +39,9 @@ def page_faults(path: Path) -> Iterator[str]:
             yield f"a sentence of {len(sentence.split())} words, at most {LONGEST_SENTENCE}: {sentence[:60]}…"
 
 
-def docstring_faults(path: Path) -> Iterator[str]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, kinds) and OPENINGS.match(text := ast.get_docstring(node) or ""):
-            yield f"docstring begins with a {text.split()[0]}: {text[:50]!r}: use an imperative or a noun"
-
-
 if __name__ == "__main__":
     written = [page for page in tracked("docs/*.md") if "results" not in page.parts or page.name == "README.md"]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written]
     faults = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in page_faults(page)]
-    faults += [f"{file.relative_to(ROOT)}: {fault}" for file in tracked("*.py") for fault in docstring_faults(file)]
     print("\n".join(faults))
     sys.exit(bool(faults))

@@ -1,8 +1,6 @@
 """Documents are true: commands and flags exist, files are where links point, settings are accepted."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -61,10 +59,6 @@ def test_settings_in_examples_are_settings(document):
                 checked_client_keys(values, document.name)
             else:
                 checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
-
-
-def test_the_picture_of_the_house_is_what_the_code_gives() -> None:
-    subprocess.run([sys.executable, "scripts/house.py", "--check"], cwd=ROOT, check=True)
 
 
 def test_deployments_name_settings_and_flags_that_exist() -> None:

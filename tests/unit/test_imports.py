@@ -1,110 +1,33 @@
-"""Imports point one way, through folders as well as packages; the estimator and the light programs stay light."""
+"""Light programs load nothing heavy. Which folder may import which: [tool.importlinter] in pyproject.toml."""
 
-import ast
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-import pytest
-
-from scripts.house import arrows_between_rooms, imports_of
 from speclen.cli.app import VERBS
-
-ROOT = Path(__file__).parents[2]
-ARROWS = arrows_between_rooms()
-# Packages that are above or beside one, which it never imports.
-APART = {
-    "store": {"transport", "worker", "controller", "integrations", "cli", "bench"},
-    "transport": {"store", "worker", "controller", "integrations", "cli", "bench"},
-    "worker": {"store", "controller", "integrations", "cli", "bench"},
-    "controller": {"worker", "integrations", "cli", "bench"},
-    "integrations": {"cli", "bench"},
-    "cli": {"bench"},
-}
-# Of the rooms that have to stay small, all that they may reach, over any number of imports.
-BASE = {"worker/models", "worker/structured", "worker/sampling", "worker/drafting"}
-REPORTING = {"proto", "transport", "worker/drafting", "worker/models"}
-REACHED = {
-    "controller/estimator": set(),
-    "controller/analysis": {"controller/estimator"},
-    "controller/wire": {"proto", "store"},
-    "worker/models": set(),
-    "worker/drafting": set(),
-    "worker/structured": {"worker/models"},
-    "worker/backends": {"worker/models"},
-    "worker/sampling": {"worker/models", "worker/structured"},
-    "worker/requests": BASE,
-    "worker/engine": BASE | {"worker/requests", "worker/backends", "worker/evaluation"},
-    "worker/reporting": REPORTING,
-    # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
-    "integrations/vllm": REPORTING | {"worker/reporting"},
-}
-# What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
-HEAVY = {"asyncio", "google", "grpc", "speclen.v1", "speclen.store", "sqlite3", "sqlite_utils", "torch"}
-CLOCKS = {"time", "datetime"}
-
-
-def files_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
-
-
-def reachable(room: str) -> set[str]:
-    """Rooms that one reaches over any number of imports; itself where they go round."""
-    found: set[str] = set()
-    waiting = [room]
-    while waiting:
-        new = ARROWS[waiting.pop()] - found
-        found |= new
-        waiting += new
-    return found
-
-
-@pytest.mark.parametrize("package", APART)
-def test_a_package_imports_none_above_or_beside_it(package):
-    for path in files_of(package):
-        assert not {name.partition(".")[0] for name in imports_of(path)} & APART[package], path
-
-
-@pytest.mark.parametrize("room", REACHED)
-def test_a_small_room_reaches_only_what_lies_below_it(room):
-    assert reachable(room) <= REACHED[room]
-
-
-def test_no_room_is_entered_from_below():
-    assert not {room for room in ARROWS if room in reachable(room)}
 
 
 def loaded_by(*modules: str, missing: Iterable[str] = ()) -> set[str]:
-    """Modules that a process holds after importing these of ours where others are missing."""
+    """Modules loaded by a process that imports these modules of speclen, with some packages missing."""
     names = ", ".join(f"speclen.{name}" for name in modules)
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {names}; print(*sys.modules)"
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
-def test_the_estimator_is_pure():
-    """No gRPC, no SQLite, no clock in the whole folder: the same observations give the same decisions."""
-    modules = files_of("controller/estimator")
-    for path in modules:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        assert not (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}) & CLOCKS, path
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in modules]
-    assert not loaded_by(*names, "controller.analysis.replay", "controller.analysis.explain") & HEAVY
-
-
-# What the base package goes without: the engine's, and what its other extras bring.
-EXTRAS = {"torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn"}
-EXTRAS |= {
-    "httptools",
-    "jinja2",
-    "openvino",
-    "llguidance",
-    "matplotlib",
-    "datasette",
-    "grpc_health",
-    "grpc_reflection",
-    "ray",
+# Packages that only the extras install.
+EXTRAS = {
+    *("torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn"),
+    *(
+        "httptools",
+        "jinja2",
+        "openvino",
+        "llguidance",
+        "matplotlib",
+        "datasette",
+        "grpc_health",
+        "grpc_reflection",
+        "ray",
+    ),
 }
 
 
@@ -134,5 +57,3 @@ def test_vllms_other_processes_load_next_to_nothing_of_the_plugin():
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
     assert loaded_by("bench.gpu.checks", "bench.rates", missing=missing)
-
-
