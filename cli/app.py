@@ -1,8 +1,7 @@
 """The root of the `speclen` command: finds verbs, reads the configuration file, prints errors.
 
-Settings of a verb come from its flags, then `SPECLEN_<VERB>_<FLAG>` in the environment, then the verb's section of the
-TOML file that `--config` or `SPECLEN_CONFIG` names, then the default. Settings of all clients, `SPECLEN_CLIENT_<FLAG>` and
-then the section [client], come after those of one verb.
+A setting comes from the first of these that has it: the flag, `SPECLEN_<VERB>_<FLAG>` in the environment, the verb's section
+of the TOML file named by `--config` or `SPECLEN_CONFIG`, `SPECLEN_CLIENT_<FLAG>`, the section [client], the default.
 """
 
 from __future__ import annotations
@@ -27,19 +26,15 @@ VERBS: Verbs = {
     "controller": (
         "speclen.cli.controller",
         "controller",
-        "Run the controller, which learns arms and keeps them in SQLite.",
+        "Run the controller, which learns arms and keeps them.",
     ),
-    "worker": ("speclen.cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
+    "worker": ("speclen.cli.worker", "worker", "Run a worker, which serves Generate and reports every step."),
     "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
     "top": ("speclen.cli.top", "top", "Watch workers: requests, throughput, lengths in use."),
     "tables": ("speclen.cli.tables", "tables", "Show the learned table of a database."),
     "gain": ("speclen.cli.gain", "gain", "Show the measured gain over the baseline."),
-    "hold": ("speclen.cli.hold", "hold", "Hold arms at ranges of batch sizes, whatever is learned."),
-    "explain": (
-        "speclen.cli.explain",
-        "explain",
-        "Show the estimates behind the arm of a batch size.",
-    ),
+    "hold": ("speclen.cli.hold", "hold", "Hold arms at batch ranges, whatever is learned."),
+    "explain": ("speclen.cli.explain", "explain", "Show the estimates behind the arm of a batch size."),
     "replay": ("speclen.cli.replay", "replay", "Repeat decisions from stored reports."),
     "profile": ("speclen.cli.profile", "app", "Measure step times and acceptance offline, and show them."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
@@ -47,9 +42,9 @@ VERBS: Verbs = {
     "export": ("speclen.cli.export", "export", "Write the learned table as JSON, or for another engine."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Show what was learned in a web browser, with charts."),
-    "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
+    "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, steps, policies, the controller."),
 }
-# The verbs that call our servers, and what each takes from the settings of all clients.
+# Verbs that call our servers, and the client settings that each of them takes.
 PROTECTION = ("ca", "cert", "key", "token_file")
 CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("generate",): ("worker", *PROTECTION),
@@ -59,13 +54,13 @@ CLIENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("profile", "import"): ("controller", *PROTECTION),
     ("up",): PROTECTION,
 }
-# Of `speclen[worker]`: what other verbs do without.
+# Packages of `speclen[worker]`, which most verbs do not need.
 ENGINE = ("torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn")
 CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
 class SpeclenGroup(LazyGroup):
-    """The verbs; an unknown one is refused with a suggestion."""
+    """All verbs; for an unknown one the error suggests the nearest."""
 
     verbs = VERBS
 
@@ -76,17 +71,15 @@ class SpeclenGroup(LazyGroup):
 
 
 def with_ray_address(arguments: list[str]) -> list[str]:
-    """`up --ray` may go without its address, which is then found: no other option has a value that may be missing."""
-    if arguments[:1] != ["up"]:
-        return arguments
-    follows = zip(arguments, [*arguments[1:], "-"], strict=True)
-    return [
-        part for word, after in follows for part in ([word, "auto"] if word == "--ray" and after[:1] == "-" else [word])
-    ]
+    """Insert the address `auto` after `up --ray` without one: click has no option whose value may be missing."""
+    at = arguments.index("--ray") + 1 if arguments[:1] == ["up"] and "--ray" in arguments else 0
+    if at and (at == len(arguments) or arguments[at].startswith("-")):
+        return [*arguments[:at], "auto", *arguments[at:]]
+    return arguments
 
 
 def settings_from(path: Path, group: SpeclenGroup, ctx: typer.Context) -> dict[str, Any]:
-    """Defaults for every verb from a TOML file; a section or key that no verb knows is an error."""
+    """Read the defaults of every verb from a TOML file. Raises UserError for an unknown section or key."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -114,15 +107,15 @@ def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Settings of several verbs under each of them: the verb's own first, then the environment's, then [client]'s."""
-    of_all = defaults.pop("client", {})
-    of_all |= {name: value for name in CLIENT_SETTINGS if (value := os.environ.get(f"SPECLEN_CLIENT_{name.upper()}"))}
+    """Add settings shared by several verbs to each of them: first from the environment, then from [client]."""
+    shared = defaults.pop("client", {})
+    shared |= {name: value for name in CLIENT_SETTINGS if (value := os.environ.get(f"SPECLEN_CLIENT_{name.upper()}"))}
     for verb, names in CLIENTS.items():
         given = defaults
         for name in verb:
             given = given.setdefault(name, {})
-        given |= {name: of_all[name] for name in names if name in of_all and name not in given}
-        if verb == ("top",) and isinstance(given.get("worker"), str):  # the one verb that takes several
+        given |= {name: shared[name] for name in names if name in shared and name not in given}
+        if verb == ("top",) and isinstance(given.get("worker"), str):  # the only verb that takes several addresses
             given["worker"] = given["worker"].replace(",", " ").split()
     if address := os.environ.get("SPECLEN_CONTROLLER"):
         defaults.setdefault("worker", {}).setdefault("controller", address)
@@ -133,7 +126,7 @@ def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of_verb(verb: str) -> set[str]:
-    """Names of the settings that variables of a verb may set, sub-commands' behind the name of theirs."""
+    """Names of the settings that a verb reads from the environment; a sub-command's begin with its name."""
     if verb == "client":
         return set(CLIENT_SETTINGS)
     return names_of(load_verb(verb, *VERBS[verb][:2]))
@@ -147,7 +140,7 @@ def names_of(command: Any) -> set[str]:
 
 
 def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, Any]:
-    """The values under the names that click knows the command's parameters by; sub-commands are sub-sections."""
+    """The values by click's names of the command's parameters; sub-commands are sub-sections. Raises UserError."""
     parameters = {p.name: p for p in command.params if p.name}
     names = {name.replace("_", "-"): name for name in parameters}
     subcommands = getattr(command, "commands", {})
@@ -159,16 +152,16 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
         name = names.get(key.replace("_", "-"))
         if name is None:
             raise UserError(f"{where} has no setting {key!r}{suggestion(key, [*names, *subcommands])}")
-        if wanted := not_of_its_type(value, parameters[name]):
+        if wanted := expected_type(value, parameters[name]):
             raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
         checked[name] = value
     return checked
 
 
-def not_of_its_type(value: Any, parameter: Any) -> str:
-    """The kind that a value of a TOML file must have, "" if it has. click would cut 3.9 to 3, and take true for 1.
+def expected_type(value: Any, parameter: Any) -> str:
+    """The type that a TOML value lacks, in words; "" if it fits. click alone would truncate 3.9 to 3 and read true as 1.
 
-    A string is taken for whatever it says, as in a variable.
+    A string always fits, because it is parsed like an environment variable.
     """
     if isinstance(value, str):
         return ""
@@ -214,7 +207,7 @@ def root(
 
 def main() -> None:
     end_with_parent()
-    # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
+    # Before gRPC is imported. Its errors arrive as statuses; its own log prints pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
@@ -226,12 +219,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (missing := (error.name or "").partition(".")[0]) not in ENGINE:
             raise
-        print(
-            wrapped(f"speclen: the engine is not installed here ({missing} is missing): pip install 'speclen[worker]'"),
-            file=sys.stderr,
-        )
+        words = f"speclen: the engine is not installed here ({missing} is missing): pip install 'speclen[worker]'"
+        print(wrapped(words), file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader closed the pipe
         sys.exit(1)
 
 

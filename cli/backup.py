@@ -1,4 +1,4 @@
-"""`speclen backup` and `restore`: a copy of the database, and a copy that becomes the database again."""
+"""`speclen backup` and `speclen restore`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def backup(
     db: Path = DB_OPTION,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file."),
 ) -> None:
-    """Copy the database while the controller runs, and check the copy. `speclen restore` puts it back.
+    """Copy the database while the controller runs, and check the copy. `speclen restore` restores it.
 
-    For continuous backups use Litestream: docs/guides/backups.md.
+    For continuous backups, use Litestream: docs/guides/backups.md.
 
     Example: speclen backup speclen-copy.db
     """
@@ -32,13 +32,13 @@ def backup(
 
 def restore(
     source: Path = typer.Argument(help="Backup file."),
-    db: Path = typer.Option(HERE, "--db", metavar="FILE", help="Database to write; no controller may run on it."),
+    db: Path = typer.Option(HERE, "--db", metavar="FILE", help="Database to write. Stop its controller first."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
 ) -> None:
     """Restore the database from a backup, while no controller runs on it.
 
-    Workers register anew by themselves. Reports acknowledged after the backup
-    are gone; the controller says how many commits that were.
+    Workers register again by themselves. Reports acknowledged after the backup
+    are lost; the controller says how many commits are missing.
 
     Example: speclen restore speclen-copy.db --db .speclen/speclen.db
     """

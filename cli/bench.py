@@ -1,4 +1,4 @@
-"""`speclen bench`: a group of benchmarks."""
+"""`speclen bench`: the group of benchmarks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from speclen.cli.support.flags import LazyGroup, Verbs
 from speclen.worker.backends.spinning import set_spins
 
 VERBS: Verbs = {
-    "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
-    "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps."),
+    "serve": (
+        "speclen.bench.comparison.serve",
+        "serve",
+        "Latency of real traffic under every policy, interleaved.",
+    ),
+    "step": ("speclen.bench.engine.step", "step", "Time and accepted tokens of single steps."),
     "policy": ("speclen.bench.simulation.policy", "policy", "The estimator and its variants in simulated worlds."),
     "controller": (
         "speclen.bench.fleet.controller",
         "controller",
-        "Reports a second and round trips of the controller.",
+        "Reports per second and round trips of the controller.",
     ),
-    "fleet": ("speclen.bench.fleet.controller", "fleet", "Load of a controller by the number of its workers."),
+    "fleet": ("speclen.bench.fleet.controller", "fleet", "Load of a controller by number of workers."),
 }
 
-set_spins()  # before a benchmark imports torch
+set_spins()  # takes effect only before torch is imported
 
 
 class Benchmarks(LazyGroup):
@@ -32,10 +36,10 @@ app = typer.Typer(cls=Benchmarks, add_completion=False, no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Measure speclen, and what it is compared with.
+    """Measure speclen and what it is compared with.
 
     Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
-    from speclen.cli.support.processes import end_as_by_ctrl_c  # here, for the overview's sake
+    from speclen.cli.support.processes import end_as_by_ctrl_c  # imported here to keep the overview fast
 
     end_as_by_ctrl_c()

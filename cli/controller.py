@@ -13,7 +13,7 @@ from speclen.transport.embedded import detach, end_when_unused
 
 @flags_from(ControllerConfig)
 def controller(**settings: Any) -> None:
-    """Learn from the reports of workers which speculation lengths are best, and keep it in SQLite.
+    """Learn from the reports of workers which arms are best, and keep the result in SQLite.
 
     Example: speclen controller --listen 127.0.0.1:7070 --db speclen.db --metrics-listen 127.0.0.1:9090
     """
@@ -22,7 +22,7 @@ def controller(**settings: Any) -> None:
         serves = detach() if config.embedded else None
         if config.embedded:
             end_when_unused(config.database)
-        from speclen.controller.service.server import serve  # here, so that --help and errors in flags are quick
+        from speclen.controller.service.server import serve  # imported here to keep --help and wrong flags fast
         from speclen.transport.logs import set_up_logs
 
         set_up_logs(config.log_level)

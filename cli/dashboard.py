@@ -16,24 +16,24 @@ from speclen.transport.address import is_loopback, split_address
 if TYPE_CHECKING:
     from datasette.app import Datasette
 
-# Under this name every query and chart finds the database, whatever the file is called.
+# Queries and charts use this name for the database, whatever the file is called.
 DATABASE_NAME = "speclen"
 METADATA = Path(__file__).with_name("dashboard.yaml")
-ONE_LINE = 25  # characters of the longest arm and of a time: such texts are not wrapped
-LARGEST_SHORT = 1e6  # beyond, numbers are times since 1970
+ONE_LINE = 25  # characters of the longest arm or time; such texts are not wrapped
+LARGEST_SHORT = 1e6  # larger numbers are times since 1970
 
 
 def dashboard(
     db: Path = DB_OPTION,
     listen: str = typer.Option("127.0.0.1:7090", help="Address of the web pages, HOST:PORT."),
     insecure: bool = typer.Option(
-        False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
+        False, "--insecure", help="Allow an address other than loopback: anyone who can reach it can read everything."
     ),
     open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
 ) -> None:
-    """Show what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
+    """Show what was learned in a web browser: arms over time, predictions, workers. The controller may be running.
 
-    Needs the extra packages of `pip install 'speclen[inspect]'`.
+    Needs `pip install 'speclen[inspect]'`.
 
     Example: speclen dashboard --db .speclen/speclen.db --open
     """
@@ -43,30 +43,32 @@ def dashboard(
 
     page = f"http://{f'[{host}]' if ':' in host else host}:{port}/-/dashboards/learned"
     server = uvicorn.Server(uvicorn.Config(application.app(), host=host, port=port, log_level="warning"))
-    print(f"{page}  (Ctrl-C to end)", flush=True)
+    print(f"{page}  (Ctrl-C to stop)", flush=True)
     if open_browser:
         webbrowser.open(page)
     try:
         server.run()
-    except KeyboardInterrupt:  # uvicorn passes Ctrl-C on when it has ended its work
+    except KeyboardInterrupt:  # uvicorn raises it again after shutting down
         return
-    except SystemExit as error:  # how uvicorn says that it cannot bind
+    except SystemExit as error:  # uvicorn exits if it cannot bind
         raise UserError(f"cannot listen on {listen}: choose another address with --listen") from error
 
 
 def address(listen: str, insecure: bool) -> tuple[str, int]:
-    """Host and port. Raises UserError for anything else, and for an open address without --insecure."""
+    """Host and port. Raises UserError if the address is malformed, or is not loopback and --insecure is missing."""
     with user_errors():
         host, port = split_address("--listen", listen)
     if not is_loopback(host) and not insecure:
-        raise UserError(f"--listen {listen} is open to others and has no passwords: use 127.0.0.1, or give --insecure")
+        raise UserError(
+            f"--listen {listen} is reachable by others without a password: use 127.0.0.1, or give --insecure"
+        )
     return host, port
 
 
 def create_application(db: Path) -> Datasette:
-    """Datasette on one database, read-only. Raises UserError if the file or the packages are missing."""
+    """Datasette on one read-only database. Raises UserError if the file or the packages are missing."""
     with reading(db):
-        pass  # one sentence now instead of an error on every page
+        pass  # one error now instead of one on every page
     try:
         import datasette_dashboards  # noqa: F401
         from datasette import hookimpl
@@ -88,7 +90,7 @@ def create_application(db: Path) -> Datasette:
 
 
 def render_cell(value: Any) -> Any:
-    """A cell of Datasette's pages, None for its own way: numbers with four digits, short texts on one line."""
+    """Render a cell: numbers with four digits, short texts on one line. None leaves it to Datasette."""
     from markupsafe import Markup
 
     if isinstance(value, float) and abs(value) < LARGEST_SHORT:

@@ -1,4 +1,4 @@
-"""The demonstration of `scripts/start`: real requests at changing concurrency, and the arms that were learned."""
+"""The demonstration of `speclen up --demo`: real requests at changing concurrency, and the arms that were learned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from speclen.cli.tables import learned_parts, table_without_lines
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-# Beginnings of Python files: what the bundled models were trained to continue.
+# Beginnings of Python files, which the bundled models were trained to continue.
 PROMPTS = [
     "def binary_search(items, key):\n    low, high = 0, len(items)",
     '"""Read and write configuration files."""\n\nimport os\nimport re\n\n\nclass ConfigReader:\n',
@@ -39,15 +39,15 @@ TOKENS_PER_REQUEST = 96
 
 
 class Block(NamedTuple):
-    """A stretch of one load in one mode. Tokens of its first seconds are not counted."""
+    """A period of one load in one mode. Tokens of its first seconds are not counted."""
 
     mode: str
     skipped_s: float
     counted_s: float
 
 
-# Plain decoding between two halves of the learned, so that a drift of the machine's speed favours neither. The first
-# seconds are for steps to learn from at this number of requests.
+# Plain decoding runs between two halves with learned arms, so that a drift of the machine's speed favours neither. The
+# first seconds let the controller learn at this number of requests.
 BLOCKS = (Block("learned", 5.0, 3.0), Block("plain", 2.0, 6.0), Block("learned", 2.0, 3.0))
 MODES = {"learned": pb.Speculation.MODE_AUTO, "plain": pb.Speculation.MODE_OFF}
 SHOW_EVERY_S = 0.5
@@ -55,13 +55,13 @@ Stubs = list[rpc.GenerationServiceStub]
 
 
 def run_demo(addresses: list[str], database: Path, client: Client) -> None:
-    """Print generated text, the throughput of each load and the learned table."""
+    """Print generated text, the throughput of each load, and the learned table."""
     with ExitStack() as opened:
         stubs = [rpc.GenerationServiceStub(opened.enter_context(client.channel(address))) for address in addresses]
         print_text(stubs[0])
         with LiveLine() as line:
             loads = {CONCURRENCY[index]: measure_load(stubs, index, line) for index in range(len(CONCURRENCY))}
-    time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
+    time.sleep(2.0)  # the last reports are sent within 0.5 s, processed within 0.2 s and committed within 1 s
     console = Console(highlight=False)
     console.print(Text("Tokens per second in this run", style="bold"), throughput(loads, console.width), "", sep="\n")
     console.print(Text("Learned from decoding steps, without prefill", style="bold"))
@@ -69,7 +69,7 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
 
 
 def print_text(stub: rpc.GenerationServiceStub) -> None:
-    """Print a prompt and the lines that the target model continues it with."""
+    """Print a prompt and its continuation."""
     sampling = pb.SamplingParams(max_tokens=SHOWN_TOKENS)
     *_, last = stub.Generate(pb.GenerateRequest(text=PROMPTS[0], sampling_params=sampling), timeout=120)
     lines = [line for line in f"{PROMPTS[0]}{last.complete.text}".splitlines() if line.strip()]
@@ -77,7 +77,7 @@ def print_text(stub: rpc.GenerationServiceStub) -> None:
 
 
 def measure_load(stubs: Stubs, index: int, line: LiveLine) -> dict[str, float]:
-    """Tokens per second over all workers, by mode, of the load of that index in CONCURRENCY."""
+    """Tokens per second of all workers, by mode, for one entry of CONCURRENCY."""
     concurrency = CONCURRENCY[index]
     text = f"load {index + 1} of {len(CONCURRENCY)}: {concurrency} request{'s' * (concurrency > 1)} at a time"
     counted = [(block, run_block(stubs, concurrency, block, partial(line.show, text))) for block in BLOCKS]
@@ -85,15 +85,15 @@ def measure_load(stubs: Stubs, index: int, line: LiveLine) -> dict[str, float]:
 
 
 def rate(counted: list[tuple[Block, int]]) -> float:
-    """Tokens per second of blocks and their tokens."""
+    """Tokens per second, given blocks and the tokens counted in each."""
     return sum(tokens for _, tokens in counted) / sum(block.counted_s for block, _ in counted)
 
 
 def run_block(stubs: Stubs, concurrency: int, block: Block, show: Callable[[str], None]) -> int:
-    """Send requests in closed loop and return the tokens that were counted. show takes the mode and the rate so far."""
+    """Send requests in a closed loop and return the number of counted tokens. show: receives the mode and current rate."""
     begin = time.monotonic() + block.skipped_s
     end = begin + block.counted_s
-    counted: list[int] = []  # tokens of each response; appending needs no lock
+    counted: list[int] = []  # tokens of each response; appending is atomic
     with ThreadPoolExecutor(concurrency) as pool:
         clients = [
             pool.submit(keep_sending, stubs[index % len(stubs)], index, concurrency, block.mode, (begin, end), counted)
@@ -111,7 +111,7 @@ def run_block(stubs: Stubs, concurrency: int, block: Block, show: Callable[[str]
 def keep_sending(
     stub: rpc.GenerationServiceStub, first: int, stride: int, mode: str, span: tuple[float, float], counted: list[int]
 ) -> None:
-    """Send every stride-th prompt in turn until the span ends. Tokens that arrive within the span are counted."""
+    """Send every stride-th prompt until the span ends, and count the tokens that arrive within it."""
     begin, end = span
     for number in count(first, stride):
         request = pb.GenerateRequest(
@@ -131,7 +131,7 @@ def keep_sending(
 
 
 def throughput(loads: dict[int, dict[str, float]], width: int) -> Table:
-    """The table of the rates by number of requests and mode, least requests first."""
+    """Table of rates by mode, one row per number of concurrent requests."""
     table = table_without_lines(width)
     for heading in ("requests at a time", "plain", "learned", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`speclen doctor`: looks for what is wrong with a database and says what to do about it."""
+"""`speclen doctor`: finds problems of a database and says how to fix them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ from speclen.store.connection import (
 from speclen.store.files import is_locked
 from speclen.store.queries import trials, view_rows
 
-# Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
+# About a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30
-# Isolated workers are reported for so long.
 DAY_S = 86_400.0
 ISOLATED_WITHIN_S = 7 * DAY_S
-# So many workers are named for one reason: where each incarnation has a name of its own, thousands are stale.
-MOST_NAMED = 20
-ISOLATED_ADVICE = "look at its machine: it may be throttled, shared, or another device; other workers are not affected"
+MOST_NAMED = 20  # workers named per finding; thousands are stale if every incarnation has a name of its own
+ISOLATED_ADVICE = "check its machine: it may be throttled, shared, or another device; other workers are not affected"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """status: "ok", "warning" (works, but look at it) or "failed". advice: what to do; empty when ok."""
+    """status: "ok", "warning" (works, but needs attention) or "failed". advice: what to do; empty if ok."""
 
     check: str
     status: str
@@ -57,10 +55,12 @@ Check = Callable[[Path, Connection], Iterator[Finding]]
 
 def doctor(
     db: Path = DB_OPTION,
-    quick: bool = typer.Option(False, "--quick", help="Skip the full read of the file (a second per GB or so)."),
+    quick: bool = typer.Option(
+        False, "--quick", help="Skip reading the whole file, which takes about a second per GB."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Check a database: integrity, space, stale workers, losses. Exit code 1 if one failed.
+    """Check a database: integrity, space, stale workers, losses. Exit code 1 if a check failed.
 
     Example: speclen doctor --db .speclen/speclen.db
     """
@@ -74,13 +74,13 @@ def doctor(
 
 
 def examine(db: Path, quick: bool = False) -> list[Finding]:
-    """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
+    """Run all checks. Raises UserError if there is no file; problems of the file are findings."""
     if not db.is_file() or is_empty(db):
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
     checks: list[Check] = [space, workers, isolated, slower, given_up]
     if not quick:
         checks.insert(0, integrity)
-    # Before SQLite has the file open: looking at the writer's lock closes the file, which lets go of SQLite's own.
+    # Before SQLite opens the file: checking the writer's lock closes the file, which would release SQLite's own locks.
     first, findings = [*library(), *writer(db)], list[Finding]()
     try:
         with told(db, lambda: checking(db)) as connection:
@@ -93,7 +93,7 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
 
 
 def failed(check: str, error: Exception) -> Finding:
-    """Of an error that says in one sentence what is wrong, a colon, and what to do."""
+    """Finding for an error of the form "problem: advice"."""
     found, _, advice = str(error).rstrip(".").rpartition(": ")
     return Finding(check, "failed", found or advice, advice if found else "")
 
@@ -111,11 +111,13 @@ def writer(db: Path) -> Iterator[Finding]:
     try:
         yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
     except OSError as error:
-        yield Finding("writer", "warning", f"unknown ({error.strerror})", "look as the user that runs the controller")
+        yield Finding(
+            "writer", "warning", f"unknown ({error.strerror})", "run this as the user that runs the controller"
+        )
 
 
 def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
-    advice = "restore a backup, or start the controller with --move-corrupt-aside to begin anew"
+    advice = "restore a backup, or start the controller with --move-corrupt-aside to start with an empty one"
     try:
         problems = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
         orphans = connection.execute("PRAGMA foreign_key_check").fetchall()
@@ -126,7 +128,7 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
         yield Finding("integrity", "failed", problems[0].splitlines()[-1], advice)
     elif orphans:
         found = f"{len(orphans)} rows refer to something that is not there, the first in {orphans[0][0]}"
-        yield Finding("integrity", "failed", found, "something else than speclen changed the file: restore a backup")
+        yield Finding("integrity", "failed", found, "another program changed the file: restore a backup")
     elif os.access(db, os.W_OK) and not isinstance(connection, UnlockedConnection):
         yield Finding("integrity", "ok", "every page, every value and every reference is sound")
     else:
@@ -135,16 +137,19 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
 
 
 def space(db: Path, connection: Connection) -> Iterator[Finding]:
-    wal = Path(os.path.realpath(db) + "-wal")  # beside the file that a link leads to
+    wal = Path(os.path.realpath(db) + "-wal")  # next to the file that a link points to
     wal_bytes = size_or_zero(wal)
     size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
     free = shutil.disk_usage(wal.parent).free
     found = f"{size}; {megabytes(free)} free on the disk"
     if wal_bytes > max(256 << 20, db.stat().st_size):
-        yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")
+        yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: stop long-running readers")
     elif free < LOW_SPACE_BYTES:
         yield Finding(
-            "space", "warning", found, "make room, or keep fewer reports: see docs/explanation/store.md, Retention"
+            "space",
+            "warning",
+            found,
+            "free some space, or keep fewer reports: see docs/explanation/store.md, Retention",
         )
     else:
         yield Finding("space", "ok", found)
@@ -154,13 +159,13 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
     known = view_rows(connection, "worker_health")
     stale = [row for row in known if row["status"] == "stale"]
     yield Finding("workers", "ok", f"{len(known)} known, {len(known) - len(stale)} active within the hour")
-    for row in stale[:MOST_NAMED]:  # the view has those heard last first
+    for row in stale[:MOST_NAMED]:  # the most recently active come first
         found = f"last active {row['last_seen_at']} UTC"
-        advice = "restart it, or ignore this if it was taken out of service"
+        advice = "restart it, or ignore this if it was retired"
         yield Finding(f"worker {row['worker_id']}", "warning", found, advice)
     if len(stale) > MOST_NAMED:
         found = f"{len(stale) - MOST_NAMED} more have been stale for longer"
-        yield Finding("workers", "warning", found, "the view worker_health has them all")
+        yield Finding("workers", "warning", found, "the view worker_health lists them all")
     refused = [row for row in known if row["num_refused"] > max(10, row["num_reports"] // 100)]
     for row in refused[:MOST_NAMED]:
         found = f"{row['num_refused']} of its reports were refused"
@@ -168,7 +173,7 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
 
 
 def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
-    """Outlier workers, isolated for what they report."""
+    """Workers whose reports differ from the others', and that were therefore isolated."""
     query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
       FROM drift_events WHERE factor = 'worker' AND detail NOT LIKE '% agrees with %'
         AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
@@ -179,7 +184,7 @@ def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
 
 
 def slower(db: Path, connection: Connection) -> Iterator[Finding]:
-    """Ranges of batch sizes where the learned arms were slower than the baseline in the last day."""
+    """Batch ranges at which the learned arms were slower than the baseline in the last day."""
     newest = [row.trial for row in trials(connection, time.time() - DAY_S)]
     for row in document_of(newest)["by_batch_size"]:
         if row["gain_high"] is not None and row["gain_high"] < 1.0:
@@ -199,10 +204,10 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
     query = """SELECT kind, sum(num_rows) AS num_rows, max(detail) AS detail,
       strftime('%Y-%m-%d %H:%M', max(happened_at), 'unixepoch') AS last FROM store_events GROUP BY kind"""
     advice = {
-        "reports_dropped": "the disk was full for long: make room; what was learned from them is kept",
-        "rows_refused": "the controller made rows that break the schema's rules: please report this",
-        "state_set_aside": "it is learned anew; its content is kept in store_events",
-        "commits_missing": "their reports are lost; workers send again what they still hold",
+        "reports_dropped": "the disk was full for a long time: free some space; what was learned from them is kept",
+        "rows_refused": "the controller wrote rows that violate the schema: please report this",
+        "state_set_aside": "it is learned again; the old content is kept in store_events",
+        "commits_missing": "their reports are lost; workers resend what they still hold",
     }
     rows: list[Any] = connection.execute(query).fetchall()
     if not rows:

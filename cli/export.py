@@ -1,6 +1,6 @@
-"""`speclen export`: what was learned as JSON, or the best lengths as a static table for another engine.
+"""`speclen export`: the learned table as JSON, or the best lengths as a static table for another engine.
 
-Where an engine's format cannot hold a table, the nearest that it can is written, with a note.
+If an engine's format cannot express the table, the nearest one that it can is written, with a note.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ VLLM_KEY = "num_speculative_tokens_per_batch_size"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Batch sizes low..high use a length."""
+    """A speculation length for batch sizes low to high."""
 
     low: int
     high: int
     length: int
 
 
-Written = tuple[str, list[str]]  # a table in a format, and what the format cannot hold, one sentence each
+Written = tuple[str, list[str]]  # the text, and one sentence for each thing that the format cannot express
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same table in as few ranges as can be, ascending. Raises ValueError unless they cover 1 to some size once."""
+    """Merge neighbouring ranges of equal length. Raises ValueError if ranges overlap or leave gaps."""
     found: list[Range] = []
     end = 0
     for each in sorted(ranges, key=lambda each: each.low):
@@ -52,24 +52,30 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def to_vllm(ranges: Sequence[Range]) -> Written:
-    """For --speculative-config, beside method and model. Above the last range vLLM goes on with its length."""
+    """Part of --speculative-config. Above the last range vLLM keeps using its length."""
     most = max(each.length for each in ranges)
-    notes = [] if most else ["vLLM needs num_speculative_tokens of at least 1: 1 is written, though none is in use"]
+    notes = (
+        []
+        if most
+        else [
+            "vLLM requires num_speculative_tokens of at least 1, so 1 is written although no length above 0 is in use"
+        ]
+    )
     table = [[each.low, each.high, each.length] for each in ranges]
     return json.dumps({"num_speculative_tokens": max(1, most), VLLM_KEY: table}), notes
 
 
 def to_tensorrt_llm(ranges: Sequence[Range]) -> Written:
-    """For speculative_config in YAML, of which JSON is a part. Keys are upper bounds; above the last nothing is drafted."""
+    """speculative_config as YAML. Keys are upper bounds; above the last one nothing is drafted."""
     most, notes = ranges[0].length, []
     if not most:
         raise ValueError(
-            "TensorRT-LLM wants the longest draft at the smallest batch, where this table drafts none: leave "
-            "speculation off, or take another format"
+            "TensorRT-LLM requires the longest draft at the smallest batch size, where this table drafts nothing: leave "
+            "speculation off, or choose another format"
         )
     if any(each.length > most for each in ranges):
         notes.append(
-            f"TensorRT-LLM allows no draft longer than that of the smallest batch: longer ones are cut to {most}"
+            f"TensorRT-LLM allows no draft longer than that of the smallest batch size: longer ones are cut to {most}"
         )
     cut = merged(Range(each.low, each.high, min(each.length, most)) for each in ranges)
     notes.append(f"above batch size {cut[-1].high} TensorRT-LLM does not speculate")
@@ -78,16 +84,14 @@ def to_tensorrt_llm(ranges: Sequence[Range]) -> Written:
 
 
 def to_sglang(ranges: Sequence[Range]) -> Written:
-    """For the file of --speculative-adaptive-config. Keys are lower bounds; one candidate each leaves it no choice."""
+    """File for --speculative-adaptive-config. Keys are lower bounds, each with a single candidate."""
     table = {str(each.low): {"candidate_steps": [each.length]} for each in ranges}
-    return json.dumps(table), [
-        "start SGLang, 0.5.23 or newer, with --speculative-adaptive and an EAGLE or EAGLE-3 draft"
-    ]
+    return json.dumps(table), ["use SGLang 0.5.23 or newer, with --speculative-adaptive and an EAGLE or EAGLE-3 draft"]
 
 
 def to_llama_cpp(ranges: Sequence[Range]) -> Written:
-    """Flag of llama-server, which has one length for all batch sizes: that of one request."""
-    notes = [] if len(ranges) == 1 else ["llama.cpp has one length: this is the one for batch size 1"]
+    """Flag of llama-server, which has a single length: the one for batch size 1."""
+    notes = [] if len(ranges) == 1 else ["llama.cpp has a single length: this is the one for batch size 1"]
     return f"--spec-draft-n-max {ranges[0].length}", notes
 
 
@@ -97,23 +101,20 @@ WRITERS: dict[str, Callable[[Sequence[Range]], Written]] = {
     "sglang": to_sglang,
     "llama.cpp": to_llama_cpp,
 }
-
-
 FORMATS = ("json", *WRITERS)
 
 
 def export(
-    file: Path | None = typer.Argument(None, help="File to write; standard output if left out."),
+    file: Path | None = typer.Argument(None, help="File to write; default: standard output."),
     db: Path = DB_OPTION,
     context: str = CONTEXT,
     table_format: Annotated[
         str, typer.Option("--format", help=f"{', '.join(FORMATS)}: every arm's estimates, or an engine's table.")
     ] = "json",
 ) -> None:
-    """Write the learned table: as JSON every arm at every batch size, the rows of the view learned_table.
+    """Write the learned table as JSON (the rows of the view learned_table), or as a static table for another engine.
 
-    With the format of another engine: the lengths that `speclen tables` shows for one context, without n-grams, as a static
-    table for it.
+    A table for an engine has the lengths that `speclen tables` shows for one context, without n-grams.
 
     Example: speclen export --format vllm --db .speclen/speclen.db
     """
@@ -133,14 +134,14 @@ def export(
 
 
 def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]]:
-    """The best lengths in one context, and what the format cannot hold. Raises UserError."""
+    """The best lengths in one context, and notes on what the format cannot express. Raises UserError."""
     rows = rows_of(db, "learned_table", context)
     names = {row["context_id"]: row["context"] for row in rows}
     if not names:
         raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
     if len(names) > 1:
         numbered = "; ".join(f"{number}: {name}" for number, name in names.items())
-        raise UserError(f"an engine's table is of one context: give the number of one with --context: {numbered}")
+        raise UserError(f"an engine's table is for one context: give its number with --context: {numbered}")
     arms = {row["arm"]: row for row in rows}
     ranges = rows_of(db, "choices", next(iter(map(str, names))))
     ngram = [each["batch_bucket"] for each in ranges if arms[each["arm"]]["ngram"]]
@@ -149,7 +150,7 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
     if ngram:
         notes = [
             f"the best lengths in {name}",
-            f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the lengths there are the best without",
+            f"arms with n-grams are in use at batch sizes {', '.join(ngram)}: the best lengths without n-grams are written",
         ]
     lengths = [Range(each["batch_min"], each["batch_max"], length_in(each, arms, rows)) for each in ranges]
     with user_errors():
@@ -158,7 +159,7 @@ def table_for(table_format: str, db: Path, context: str) -> tuple[str, list[str]
 
 
 def length_in(shown: Row, arms: dict[str, Row], rows: Sequence[Row]) -> int:
-    """The length of a range of the view choices, or the best one there where the arm in use has n-grams."""
+    """The length in use at a range of the view choices, or the best length there if the arm in use has n-grams."""
     if not arms[shown["arm"]]["ngram"]:
         return int(arms[shown["arm"]]["speculation_length"])
     found: defaultdict[int, list[float]] = defaultdict(list)

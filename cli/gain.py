@@ -1,4 +1,4 @@
-"""`speclen gain`: tokens per second of the learned arms over those of the baseline, measured on the traffic itself."""
+"""`speclen gain`: tokens per second of the learned arms relative to the baseline, measured on live traffic."""
 
 from __future__ import annotations
 

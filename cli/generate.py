@@ -1,4 +1,4 @@
-"""`speclen generate`: one prompt to a worker, text as it comes."""
+"""`speclen generate`: sends one prompt to a worker and streams the text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-MOST_TOKENS = 2**32 - 1  # what the message holds
+MOST_TOKENS = 2**32 - 1  # limit of the protobuf field
 MOST_SEED = 2**64 - 1
 LONGEST_SPECULATION = 64
 LONGEST_WAIT_S = 1e6
 
 
 def parse_speculation(text: str) -> pb.Speculation:
-    """ "auto", "off" or a length. Raises UserError for anything else."""
+    """Parse "auto", "off" or a length. Raises UserError."""
     if text == "auto":
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
     if text == "off":
@@ -37,15 +37,20 @@ def parse_speculation(text: str) -> pb.Speculation:
 
 @flags_from(ClientSecurity)
 def generate(
-    prompt: str = typer.Argument(help="The prompt; - reads it from standard input."),
-    max_tokens: int = typer.Option(128, min=1, max=MOST_TOKENS, help="Tokens to generate at most."),
+    prompt: str = typer.Argument(help="Prompt; - reads it from standard input."),
+    max_tokens: int = typer.Option(128, min=1, max=MOST_TOKENS, help="Maximum number of tokens to generate."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="0 is greedy."),
-    top_p: float = typer.Option(1.0, min=0, max=1, help="Sample from the likeliest tokens of this total probability."),
-    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="Number of most likely tokens to sample from; 0: all."),
-    seed: int | None = typer.Option(
-        None, min=0, max=MOST_SEED, help="Same seed, same tokens, as far as the worker's dtype allows."
+    top_p: float = typer.Option(
+        1.0, min=0, max=1, help="Sample from the most likely tokens with this total probability."
     ),
-    stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
+    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="Sample from this many most likely tokens; 0: all."),
+    seed: int | None = typer.Option(
+        None,
+        min=0,
+        max=MOST_SEED,
+        help="The same seed gives the same tokens, within the precision of the worker's dtype.",
+    ),
+    stop: list[str] = typer.Option([], help="Stop before this text; can be given several times."),
     n: int = typer.Option(1, min=1, max=64, help="Sequences to generate."),
     speculation: str = typer.Option("auto", help="auto, off, or a fixed number of tokens."),
     timeout_s: float = typer.Option(300.0, min=0.001, max=LONGEST_WAIT_S, help="Give up after this many seconds."),
@@ -61,7 +66,7 @@ def generate(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, n=n, max_tokens=max_tokens, stop=map(utf8, stop)
     )
     if prompt == "-":
-        prompt = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")  # what is no UTF-8, `utf8` refuses
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")  # `utf8` refuses invalid bytes
     request = pb.GenerateRequest(
         text=utf8(prompt),
         sampling_params=sampling,
@@ -75,7 +80,7 @@ def generate(
 
 
 def utf8(text: str) -> str:
-    """The text. Raises UserError when it cannot be sent."""
+    """Return the text. Raises UserError if it is not valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -84,7 +89,7 @@ def utf8(text: str) -> str:
 
 
 def print_stream(responses: Any, as_json: bool) -> list[dict[str, Any]]:
-    """Prints chunks to stdout and a line of statistics per sequence to stderr; returns the completions."""
+    """Print chunks to stdout and a line of statistics per sequence to stderr; return the completions."""
     completions, streamed = [], False
     for response in responses:
         if response.HasField("chunk"):

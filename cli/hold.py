@@ -1,4 +1,4 @@
-"""`speclen hold`: arms that are used at ranges of batch sizes, whatever is learned, until they are released."""
+"""`speclen hold`: uses a given arm at a batch range, whatever is learned, until it is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`speclen tables`: the learned table for people, one line per range of batch sizes with the arm in use."""
+"""`speclen tables`: the arm in use and its figures, one line per batch range."""
 
 from __future__ import annotations
 
@@ -32,29 +32,27 @@ NOTHING = (
 )
 CONTEXT = typer.Option("", help="Number of a context, or part of names; default: all.")
 WEEK_S = 7 * 86_400.0
-WIDE = 120  # columns of a terminal from which on the neighbours of an arm are shown
+WIDE = 120  # terminal width from which the arm's neighbours are shown
 ARM_WIDTH, WIDE_ARM_WIDTH = 25, 36
-DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # of a context's name: fingerprints of models, trade marks, the build
+DETAILS = re.compile(r"#\w+|\(R\)| \[.*\]")  # parts of a context's name: model fingerprints, trademarks, the engine
 
 
 def tables(
     db: Path = DB_OPTION,
     context: str = CONTEXT,
     watch: bool = typer.Option(False, "--watch", help="Refresh in place until Ctrl-C."),
-    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates with --watch."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print the same as JSON: the rows of the view choices, with the gain."
-    ),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between updates with --watch."),
+    as_json: bool = typer.Option(False, "--json", help="Print the rows of the view choices, with the gain, as JSON."),
 ) -> None:
     """Show the arm in use by batch size: ms per token, gain, samples and their age.
 
-    The gain is measured where a worker has a baseline. Without one, it is the
-    expected ratio to plain decoding.
+    With a baseline, the gain over it is measured. Without one, the estimated
+    ratio to plain decoding is shown.
 
-    Arms that the evidence cannot tell apart are equal, as in `draft 3 = 4`;
-    `(+2)` are two more. From 120 columns on, the neighbours of the arm are
-    shown: one draft token less, one more. The view learned_table has every arm
-    and batch size.
+    Arms that the data cannot tell apart are equal, as in `draft 3 = 4`; `(+2)`
+    stands for two more. Terminals of 120 columns also show the arms with one
+    draft token less and one more. The view learned_table has every arm and
+    batch size.
 
     Example: speclen tables --db .speclen/speclen.db --watch
     """
@@ -77,7 +75,7 @@ def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:
 
 
 def rows_of(db: Path, view: str, context: str) -> list[Row]:
-    """Rows of a view, of the contexts that are meant. Raises UserError if there are contexts, but no such."""
+    """Rows of a view for the contexts that match. Raises UserError if there are contexts but none matches."""
     with reading(db) as connection:
         rows = view_rows(connection, view)
     found = [row for row in rows if is_meant(context, row["context_id"], row["context"])]
@@ -88,7 +86,7 @@ def rows_of(db: Path, view: str, context: str) -> list[Row]:
 
 
 def with_gain(db: Path, rows: list[Row]) -> list[Row]:
-    """The rows with the gain over the baseline by the trials of the last week; None where there was none."""
+    """Add the gain over the baseline from the trials of the last week; None without trials."""
     with reading(db) as connection:
         trials = queries.trials(connection, time.time() - WEEK_S)
     for row in rows:
@@ -102,17 +100,17 @@ def with_gain(db: Path, rows: list[Row]) -> list[Row]:
 
 
 def gain_text(gain: float | None) -> str:
-    """The gain of learned arms, measured."""
+    """The measured gain, empty if unknown."""
     return "" if gain is None else f"{gain:.2f}x"
 
 
 def is_meant(text: str, context_id: int, name: str) -> bool:
-    """True if the text is part of the context's name. Digits alone are its number: hashes in names may hold any."""
+    """True if the text is the context's number or part of its name. Digits alone are a number: names contain hashes."""
     return text == str(context_id) if text.isdecimal() else text in name
 
 
 def learned_parts(db: Path, context: str) -> list[RenderableType]:
-    """For each context its name and its table; a sentence if nothing is learned yet."""
+    """Name and table of each context, or a sentence if nothing has been learned."""
     width, found = Console().width, list[RenderableType]()
     rows = with_gain(db, rows_of(db, "choices", context))
     titles = titles_of({row["context"] for row in rows}, width)
@@ -122,7 +120,7 @@ def learned_parts(db: Path, context: str) -> list[RenderableType]:
 
 
 def titles_of(contexts: Collection[str], width: int) -> dict[str, str]:
-    """Names of the contexts, without fingerprints and details where a line is too short and they stay different."""
+    """Names of the contexts, shortened to the width by dropping details if they stay distinct."""
     titles = {name: name if len(name) <= width else DETAILS.sub("", name)[:width] for name in contexts}
     return titles if len(set(titles.values())) == len(titles) else {name: name for name in contexts}
 
@@ -132,9 +130,9 @@ def table_without_lines(width: int) -> Table:
 
 
 def table_of(rows: Sequence[Row], width: int) -> Table:
-    """The table of one context for a terminal of that many columns. Columns that would be empty are left out.
+    """The table of one context, without empty columns. width: of the terminal, in characters.
 
-    rows: of the view choices, or the part of them that a worker knows.
+    rows: of the view choices; a worker knows only some of their fields.
     """
     is_measured = any(row.get("gain") is not None for row in rows)
     cells = [cells_of(row, width >= WIDE, is_measured) for row in rows]
@@ -148,7 +146,7 @@ def table_of(rows: Sequence[Row], width: int) -> Table:
 
 
 def cells_of(row: Row, wide: bool, is_measured: bool) -> dict[str, str]:
-    """The cells of a range by heading; "" for what is unknown. is_measured: leave out the ratio that is only expected."""
+    """Texts of a batch range by heading, empty if unknown. is_measured: omit the estimated speedup over plain."""
     known, low, high = (row.get(f"ms_per_token{end}") for end in ("", "_low", "_high"))
     speedup, num_steps = row.get("speedup"), row.get("num_steps")
     cells = {
@@ -168,10 +166,7 @@ def cells_of(row: Row, wide: bool, is_measured: bool) -> dict[str, str]:
 
 
 def arm_and_equals(arm: str, equal_arms: str | None, width: int) -> str:
-    """The arm, then as many of its equals as fit, then the number of the others.
-
-    Equals of the arm's kind come first, by their length: `draft 3 = 4`.
-    """
+    """The arm, then as many equal arms as fit, then the number of the others: `draft 3 = 4 (+2)`."""
     text, others = arm, equal_arms.split(" = ") if equal_arms else []
     kind = arm.rstrip("0123456789")
     names = [other[len(kind) :] if kind[-1] == " " and other.startswith(kind) else other for other in others]
@@ -186,14 +181,14 @@ def short(ms: float) -> str:
 
 
 def count(number: int) -> str:
-    """Six characters at most, for any number that is likely."""
+    """A number in at most six characters."""
     if number < 100_000:
         return f"{number:,}"
     return f"{number / 1e3:.0f}k" if number < 1_000_000 else f"{number / 1e6:.3g}M"
 
 
 def age_of(minute: str | None) -> str:
-    """Time since a minute such as `2026-01-31 12:00`, UTC, in its largest unit."""
+    """Time since a UTC minute such as `2026-01-31 12:00`, in the largest fitting unit."""
     if minute is None:
         return ""
     minutes = max(60.0, time.time() - timegm(time.strptime(minute, "%Y-%m-%d %H:%M"))) / 60

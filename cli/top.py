@@ -26,13 +26,13 @@ from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-Sample = tuple[float, pb.GetServerInfoResponse | str]  # time of the call, and the answer or the reason for none
+Sample = tuple[float, pb.GetServerInfoResponse | str]  # time of the call, and the answer or an error sentence
 
 
 @flags_from(ClientSecurity)
 def top(
-    worker: list[str] = typer.Option([WORKER], help="Address of a worker; may be given several times."),
-    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two updates."),
+    worker: list[str] = typer.Option([WORKER], help="Address of a worker; can be given several times."),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between updates."),
     as_json: bool = typer.Option(False, "--json", help="Print the state of the workers once, as JSON."),
     **security: Any,
 ) -> None:
@@ -52,7 +52,7 @@ def top(
 
 
 def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
-    """Print each worker's answer, null for one without; stderr says why. Raises UserError if none answers."""
+    """Print each worker's answer, or null with the reason on stderr. Raises UserError if no worker answers."""
     answers = {address: ask(address, channel, client)[1] for address, channel in channels.items()}
     reasons = [answer for answer in answers.values() if isinstance(answer, str)]
     if len(reasons) == len(channels):
@@ -73,7 +73,7 @@ def watch(channels: dict[str, grpc.Channel], client: Client, interval_s: float) 
 
 
 def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
-    """A worker's answer with the time of the question; why, in words, when it does not answer."""
+    """Ask a worker for its state; an error sentence takes the place of a missing answer."""
     answer: pb.GetServerInfoResponse | str
     try:
         answer = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
@@ -89,9 +89,9 @@ def as_dict(info: pb.GetServerInfoResponse | str) -> dict[str, Any] | None:
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
-    """A row for every worker; below it the reasons of those that do not answer, and the tables of the others."""
+    """One row per worker, then errors of workers that do not answer, then the tables of the others."""
     reasons, learned = list[RenderableType](), dict[str, tuple[list[Row], list[str]]]()
-    table = Table(box=None, padding=(0, 1, 0, 0))  # eight columns have to fit into 80
+    table = Table(box=None, padding=(0, 1, 0, 0))  # so that eight columns fit into 80 characters
     table.add_column("worker", no_wrap=True)
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -119,9 +119,9 @@ def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
 
 
 def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | str, elapsed_s: float) -> list[str]:
-    """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`.
+    """Tokens per second, tokens per step of the whole batch, and share of draft tokens accepted, since `before`.
 
-    Blank where that was no answer, or of an earlier incarnation of the worker: its counters began anew.
+    Blank if there was no earlier answer, or it came from an earlier incarnation, whose counters are unrelated.
     """
     if isinstance(before, str) or before.worker != info.worker or elapsed_s <= 0:
         return ["", "", ""]
@@ -137,7 +137,7 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
 
 
 def range_of(choice: control_pb2.BucketChoice) -> Row:
-    """The part of a row of the view choices that a worker knows: it has arms without their figures."""
+    """A row of the view choices as far as a worker knows it: the arm without figures."""
     low, high = choice.batch_min, choice.batch_max
     arm = str(Arm(choice.speculation_length, choice.ngram))
     return {"batch_bucket": str(low) if low == high else f"{low}-{high}", "arm": arm}

@@ -35,7 +35,7 @@ def worker(**settings: Any) -> None:
             config = replace(config, controller=found.address)
         check_surroundings(config)
         say(f"starting a worker on {config.listen}")
-        set_spins()  # before torch is imported, which takes seconds
+        set_spins()  # takes effect only before torch is imported
         from speclen.transport.logs import set_up_logs
         from speclen.worker.service.server import serve
 
@@ -48,13 +48,13 @@ def worker(**settings: Any) -> None:
             asyncio.run(serve(config, say))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
-    except PartFailedError:  # It has been logged.
+    except PartFailedError:  # already logged
         sys.stderr.flush()
-        os._exit(1)  # without waiting for threads that may never end
+        os._exit(1)  # does not wait for threads, which may hang
 
 
 def check_surroundings(config: WorkerConfig) -> None:
-    """Check everything that needs no torch, whose import takes seconds. Raises ValueError, OSError, UserError."""
+    """Check everything that can be checked before the slow import of torch. Raises ValueError, OSError, UserError."""
     check_names(config.target, config.draft)
     if config.profile is not None:
         table_from_file(config.profile, Limits(config.max_batch_size, config.max_length))

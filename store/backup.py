@@ -1,4 +1,4 @@
-"""Copies of a database, each of one moment, whole and checked before it gets its name; and their way back."""
+"""Backups: consistent copies of a database, checked before they are renamed into place, and their restoration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speclen.store.files import WriterLock, files_of, in_use, is_locked
 
 
 def copy(source: Connection, target: Path) -> int:
-    """Copy an open database to a file, which is replaced if there is one; returns its size in bytes. Raises StoreError."""
+    """Copy an open database to a file, replacing it, and return its size in bytes. Raises StoreError."""
     with unfinished(target) as copied:
         if is_locked(target):
             raise StoreError(in_use(target, "one that runs now"))
@@ -35,16 +35,16 @@ def copy(source: Connection, target: Path) -> int:
 
 
 def fill(file: Path, source: Connection) -> None:
-    """Make a file a copy of an open database. StoreError: a damaged source. sqlite3.Error: no room for the file."""
+    """Copy an open database into a file. Raises StoreError if the source is damaged, sqlite3.Error if the disk is full."""
     try:
         with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as copied:
-            # In one go: in smaller steps every commit of the controller would make the copy start over.
+            # In a single step: otherwise every commit of the controller would restart the copy.
             source.backup(copied)
-            # A file of its own, readable from read-only media: no -wal beside it.
+            # A self-contained file, readable from read-only media without a -wal file.
             copied.execute("PRAGMA journal_mode = DELETE")
             found = first_problem(copied)
     except FileErrors as error:
-        found = first_reading_problem(source)  # SQLite does not say which of two files an error is about
+        found = first_reading_problem(source)  # SQLite does not say which of the two files has the error
         if not found and isinstance(error, sqlite3.Error):
             raise
         found = found or in_one_line(error)
@@ -54,7 +54,7 @@ def fill(file: Path, source: Connection) -> None:
 
 
 def first_reading_problem(source: Connection) -> str:
-    """First problem of an open database, errors of reading included, in one line; empty if there is none."""
+    """First problem of an open database or error while reading it, in one line; empty if there is none."""
     try:
         return first_problem(source)
     except FileErrors as error:
@@ -68,29 +68,29 @@ def first_problem(connection: Connection) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Raises CorruptStoreError for a file that is damaged, StoreError for one that is not ours or cannot be read."""
+    """Raise CorruptStoreError if the file is damaged, StoreError if it is not ours or cannot be read."""
     if path.is_file() and is_empty(path):
         raise CorruptStoreError(f"{path} is damaged (it is empty): {ANOTHER_COPY}")
     with checking(path, ANOTHER_COPY) as connection:
         try:
             found = first_problem(connection)
         except FileErrors as error:
-            of_the_disk = primary_code(error) == sqlite3.SQLITE_IOERR  # which says nothing of what is on it
+            of_the_disk = primary_code(error) == sqlite3.SQLITE_IOERR  # a read error, not damaged content
             raise refusal(path, error, damaged=not of_the_disk, advice=ANOTHER_COPY) from error
     if found:
         raise CorruptStoreError(f"{path} is damaged ({found}): {ANOTHER_COPY}")
 
 
 def is_empty(database: Path) -> bool:
-    """True if there is no database yet; a writer's lock leaves a file without a byte."""
+    """True if there is no database yet; taking the writer's lock creates an empty file."""
     return not database.exists() or database.stat().st_size == 0
 
 
 def put_in_place(backup: Path, database: Path) -> None:
-    """Make a checked copy the database, in one rename. Raises StoreError, also while a controller writes to it.
+    """Replace the database by a checked copy in one rename. Raises StoreError, also if a controller has it open.
 
-    The copy may have a WAL beside it. The lock's note of acknowledged commits stays: the controller's next start tells how
-    many are missing.
+    The copy may have a WAL. The lock file keeps its number of acknowledged commits, so the controller's next start
+    reports how many are missing.
     """
     database = Path(os.path.realpath(database))
     with unfinished(database) as copied:
@@ -106,8 +106,8 @@ def put_in_place(backup: Path, database: Path) -> None:
 
 
 def move_wal_in(database: Path) -> None:
-    """Move the WAL into the file, which is then whole without it."""
-    with contextlib.suppress(*FileErrors), contextlib.ExitStack() as closing:  # a damaged one stays as it is
+    """Checkpoint the WAL into the file, so that the file is complete without it."""
+    with contextlib.suppress(*FileErrors), contextlib.ExitStack() as closing:  # a damaged file is left as it is
         old = sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=5.0)
         closing.enter_context(contextlib.closing(old)).execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -119,7 +119,7 @@ def unfinished(target: Path) -> Iterator[Path]:
     try:
         yield name
     except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"{target} cannot be written ({error}): choose another place or make room") from error
+        raise StoreError(f"{target} cannot be written ({error}): choose another place or free some space") from error
     finally:
         for leftover in (name, name.with_name(name.name + "-journal")):
             with contextlib.suppress(OSError):
@@ -127,16 +127,16 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def move_into_place(unfinished: Path, target: Path) -> None:
-    """Rename a file once its content is on the disk, and wait for the name."""
+    """Rename a file after its content is on disk, and wait until the new name is, too."""
     synchronise(unfinished)
-    for beside in files_of(target)[1:]:  # of the old content: SQLite would play them into the new one
+    for beside in files_of(target)[1:]:  # belong to the old content; SQLite would replay them into the new file
         beside.unlink(missing_ok=True)
     unfinished.replace(target)
     synchronise(target.parent)
 
 
 def synchronise(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

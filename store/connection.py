@@ -1,7 +1,4 @@
-"""Connections to the database file: one writer and any number of readers.
-
-Importing this module is cheap; a controller that was killed comes back in a fraction of a second.
-"""
+"""Connections to the database file: one writer and any number of readers."""
 
 from __future__ import annotations
 
@@ -13,53 +10,51 @@ from typing import Any
 
 try:
     import pysqlite3.dbapi2 as sqlite3
-except ImportError:  # other systems than Linux: the SQLite that Python was built with
+except ImportError:  # not on Linux: use the SQLite that Python was built with
     import sqlite3
 
-__all__ = ["sqlite3"]  # imported here for all
+__all__ = ["sqlite3"]  # all modules import it from here
 
-# "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
-# column, table or view needs another one.
-APPLICATION_ID = 0x73706C35
+# "spl" and a digit in ASCII, which distinguishes our files from other SQLite databases. The digit is the version of
+# schema.sql: raise it when a column, table or view changes.
+APPLICATION_ID = 0x73706C36
 
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)
 
-MOST_SAID = 200  # characters of an error that are repeated
+MOST_SAID = 200  # characters of an error message that are quoted
 
-# What to do about a damaged file: about a database, and about a copy of one.
-BEGIN_ANEW = "restore a backup over it, or let the controller start anew with --move-corrupt-aside."
-ANOTHER_COPY = "take another copy."
+# Advice for a damaged database, and for a damaged copy of one.
+START_OVER = "restore a backup over it, or start the controller with --move-corrupt-aside to start with an empty one."
+ANOTHER_COPY = "make another copy."
 
-# sqlite3.Connection of whichever module was found above.
-Connection = Any
+Connection = Any  # sqlite3.Connection of the module imported above
 
-# What every file of SQLite begins with.
-DATABASE_BEGINS = b"SQLite format 3\0"
-# What a damaged file may raise. SQLite names the damaged thing in its message, and that name may be no text at all.
+DATABASE_BEGINS = b"SQLite format 3\0"  # magic bytes of every SQLite file
+# Errors that a damaged file can raise. SQLite quotes damaged names in its messages, and these may not be valid UTF-8.
 FileErrors = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
 class StoreError(Exception):
-    """The database cannot be used. One sentence that says why and what to do."""
+    """The database cannot be used. The message is one sentence that says why and what to do."""
 
 
 class CorruptStoreError(StoreError):
-    """The file is damaged, or is no database at all."""
+    """The file is damaged, or is not a database."""
 
 
 def connect_writer(path: Path) -> Connection:
-    """The connection that writes: WAL, synchronous FULL, so that a commit survives a loss of power.
+    """Open the only connection that writes, with WAL and synchronous FULL, so that commits survive a loss of power.
 
-    Raises StoreError, for another program's database as well, or CorruptStoreError; such a file is not changed.
+    Raises CorruptStoreError, or StoreError, also for another program's database. Such a file is not changed.
     """
     try:
         connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
-        # Has to come before the first table; without it a file never gives space back. Setting it again would write.
+        # Only takes effect before the first table exists. Without it the file never shrinks.
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         elif not is_new(connection):
-            require_ours(path, connection)  # before the next line, which would change another program's file
+            require_ours(path, connection)  # before the next line changes another program's file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -69,10 +64,10 @@ def connect_writer(path: Path) -> Connection:
     return connection
 
 
-def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Connection:
-    """A read-only connection to a live or closed database. Raises StoreError. advice: for a damaged file.
+def connect_reader(path: str | os.PathLike[str], advice: str = START_OVER) -> Connection:
+    """A read-only connection to a database, in use or not. Raises StoreError. advice: for a damaged file.
 
-    Without write permission, to the file or its folder, a database that nobody has open is read without SQLite's locks.
+    Without write permission to the file or its folder, a database that no program has open is read without locks.
     """
     path = Path(path)
     if not path.is_file():
@@ -82,7 +77,7 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
     try:
         connection = _opened(path)
         if is_new(connection):
-            what = f"{path} has no tables, as after a first start that did not end"
+            what = f"{path} has no tables, as after a first start that was interrupted"
             raise StoreError(f"{what}: start a controller on it, or delete it.")
         require_ours(path, connection)
     except FileErrors as error:
@@ -107,22 +102,22 @@ def _opened(path: Path) -> Connection:
 
 
 def _opened_unlocked(path: Path, uri: str) -> Connection:
-    """Open a database that no program has open, without locks.
+    """Open a database without locks if no program has it open.
 
-    SQLite needs a -shm file beside a database in WAL mode, and cannot make one without write permission. Where there is
-    none, no program has the database open, and the file is complete unless a WAL was left.
+    In WAL mode SQLite needs a -shm file and cannot create one without write permission. If there is none, no program
+    has the database open, and the file is complete unless a WAL was left behind.
     """
     beside = {suffix: Path(os.path.realpath(path) + suffix) for suffix in ("-wal", "-shm")}
     if size_or_zero(beside["-wal"]):
         raise StoreError(
-            f"{path} cannot be read without write permission to its folder, since {beside['-wal'].name} holds its last "
-            "commits and no -shm file is there: copy both files to a folder of your own, and name that copy."
+            f"{path} cannot be read without write permission to its folder, because {beside['-wal'].name} holds its last "
+            "commits and there is no -shm file: copy both files to a folder of your own, and name that copy."
         )
     return sqlite3.connect(f"{uri}&immutable=1", uri=True, factory=UnlockedConnection)
 
 
 class UnlockedConnection(sqlite3.Connection):
-    """A connection to a database that nobody else has open. Raises StoreError when closed if that did not stay so."""
+    """A connection without locks. Closing it raises StoreError if a program opened the database meanwhile."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -140,7 +135,7 @@ class UnlockedConnection(sqlite3.Connection):
 
 
 def size_or_zero(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """Size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -148,11 +143,11 @@ def size_or_zero(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
-    """A connection that does not write, on which SQLite checks all that it can. Raises StoreError as `connect_reader`.
+def checking(path: Path, advice: str = START_OVER) -> Iterator[Connection]:
+    """A connection for integrity checks that does not write. Raises StoreError as `connect_reader` does.
 
-    SQLite skips CHECK constraints on read-only connections, so this one could write. The last such connection would move a
-    WAL into the file and delete it: a reader outlives it, so that the WAL stays as it was.
+    SQLite skips CHECK constraints on read-only connections, so this one is writable but restricted to queries. A writable
+    connection that is closed last would checkpoint and delete the WAL, so a reader stays open longer.
     """
     beside = os.path.exists(os.path.realpath(path) + "-wal")
     reader, examiner = connect_reader(path, advice), None
@@ -162,7 +157,7 @@ def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
         return
     try:
         try:
-            # Read-only again where the file is protected. It is never made.
+            # mode=rw never creates the file, and falls back to read-only if the file is protected.
             examiner = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=5.0)
             examiner.execute("PRAGMA query_only = ON")
         except FileErrors as error:
@@ -181,7 +176,7 @@ def is_new(connection: Connection) -> bool:
 
 
 def require_ours(path: Path, connection: Connection) -> None:
-    """Raises StoreError unless the file is a speclen database of this form."""
+    """Raise StoreError unless the file is a speclen database with this schema."""
     found = connection.execute("PRAGMA application_id").fetchone()[0]
     if found == APPLICATION_ID:
         return
@@ -190,8 +185,8 @@ def require_ours(path: Path, connection: Connection) -> None:
     raise StoreError(f"{path} is an SQLite database, but not one of speclen's: name another file.")
 
 
-def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = BEGIN_ANEW) -> StoreError:
-    """The sentence for an error of SQLite while opening a file. damaged: found by a check. advice: for a damaged file."""
+def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = START_OVER) -> StoreError:
+    """StoreError for an SQLite error about a file. damaged: a check found damage. advice: for a damaged file."""
     said = in_one_line(error)
     if damaged or is_corruption(error):
         return CorruptStoreError(f"{path} is damaged ({said}): {advice}")
@@ -199,22 +194,22 @@ def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = B
 
 
 def in_one_line(error: Exception) -> str:
-    """SQLite's message in one printable line: it quotes the content of damaged files."""
+    """SQLite's message as one printable line, since it may quote bytes of damaged files."""
     words = " ".join(str(error).split())
     return "".join(each if each.isprintable() else "?" for each in words)[:MOST_SAID]
 
 
-# What SQLite says of damaged content under a code that says less.
-CORRUPT = ("Could not decode to UTF-8", "malformed database schema")
+# Messages about damaged content that come with a generic error code.
+CORRUPT = ("Could not decode to UTF-8", "malformed database schema", "unsupported file format")
 
 
 def is_corruption(error: Exception) -> bool:
-    """True if the content of the file is wrong, as opposed to a full or busy disk."""
+    """True if the content of the file is damaged, as opposed to a full or busy disk."""
     if isinstance(error, UnicodeDecodeError) or str(error).startswith(CORRUPT):
         return True
     return primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def primary_code(error: Exception) -> int:
-    """SQLite's primary result code of an error; 0 if it carries none."""
+    """SQLite's primary result code of an error; 0 if it has none."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

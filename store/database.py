@@ -1,7 +1,7 @@
-"""The database of one controller: commits go to one writer thread, in order, and no caller waits for the disk.
+"""The database of one controller. One thread writes all commits in order, so that no caller waits for the disk.
 
-Once a commit's callback came with None, its reports are never lost and never counted twice, whatever dies: rows,
-estimates and high-water marks are of one transaction, and that is on the disk.
+Once a commit's callback has been called with None, its reports are never lost and never counted twice, even after a crash:
+rows, estimates and high-water marks are in one transaction, which is on disk.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from speclen.store.retention import Retention, give_back_space
 from speclen.store.schema import Commit, StoredState, StoreEventRow, StoreHealth
 from speclen.store.transaction import EVENTS, Outcome, write
 
-# Seconds between looks at the file when nothing is written.
-LOOK_INTERVAL_S = 0.5
+LOOK_INTERVAL_S = 0.5  # between checks of the files while nothing is written
 
-# Advice for damage that was found while writing. A start may miss it: it skips the raw reports of a large file.
+# Advice for damage found while writing. The next start may miss it, because it skips the raw reports of a large file.
 MOVE_AWAY = "restore a backup over it, or move it and its -wal away, and start the controller again."
 
 # Tables that grow with the number of reports: not checked when a large file is opened.
@@ -54,18 +53,20 @@ Waiting = list[tuple[Commit, OnDone]]
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Settings of the store."""
+    """Settings of the store.
+
+    first_retry_s, longest_retry_s: pause between attempts while commits fail; it doubles from the first to the second.
+    checked_bytes: files up to this size are checked completely when opened (0.2 s), larger ones without raw reports.
+    """
 
     retention: Retention = field(default_factory=Retention)
-    # Seconds between attempts while commits fail: doubles from the first to the second.
     first_retry_s: float = 0.1
     longest_retry_s: float = 2.0
-    # Files up to this size are checked whole when opened (0.2 s), larger ones without their raw reports.
     checked_bytes: int = 16 * 2**20
 
 
 class Store:
-    """The one writer of a database file. Made by `Store.open`; `submit` and `health` may be called by any thread."""
+    """The only writer of a database file. Create it with `Store.open`; any thread may call `submit` and `health`."""
 
     def __init__(self, path: Path, connection: Connection, lock: WriterLock, config: StoreConfig) -> None:
         self.path = path
@@ -78,12 +79,12 @@ class Store:
         self._ended: StoreError | None = None
         self._presence = Presence(path, lock.descriptor)
         self._commit_number = connection.execute("PRAGMA user_version").fetchone()[0]
-        # Commits that the last writer acknowledged and that are not in the file: see `WriterLock`.
+        # Commits that the last writer acknowledged but that are missing from the file: see `WriterLock`.
         self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
         if self.num_commits_missing:
             _note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
-        # Of a monotonic clock: a clock that jumps ahead must not make every report too old to be kept.
+        # Retention uses a monotonic clock: a clock that jumps ahead must not make every report too old to keep.
         self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
@@ -98,8 +99,8 @@ class Store:
     ) -> Store:
         """Open or create a database and become its only writer.
 
-        Raises StoreError if another process writes to it, under this or another name, it is of another version, or cannot
-        be read; CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew.
+        Raises StoreError if another process writes to the file (under any name), it has another version's schema, or it
+        cannot be read; CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and create a new one.
         """
         path, config = Path(os.path.realpath(path)), config or StoreConfig()
         try:
@@ -124,33 +125,32 @@ class Store:
             raise
 
     def load(self) -> StoredState:
-        """Everything the controller needs to go on, without reading raw reports."""
+        """Everything that a restarted controller needs, without reading raw reports."""
         with contextlib.closing(connect_reader(self.path)) as connection:
             return queries.load_state(connection)
 
     def submit(self, commit: Commit, on_done: OnDone) -> None:
-        """Have a commit stored after all earlier ones; never waits for the disk.
+        """Queue a commit after all earlier ones; never waits for the disk.
 
-        The writer's thread calls on_done: with None once it is on the disk, with ReportsRefusedError if it is there without
-        some of its reports, with another error if the store was closed before, the file is damaged or gone, or the commit is
-        malformed.
-        While the disk is full, commits wait and are tried again.
+        The writer's thread calls on_done: with None once the commit is on disk, with ReportsRefusedError if some of its
+        reports were left out, and with another error if the commit is malformed, the file is damaged or gone, or the store
+        was closed first. While the disk is full, commits wait and are retried.
         """
         with self._changed:
             if self._closing_at is not None:
-                raise StoreError("The store is closed: nothing can be stored any more.")
+                raise StoreError("the store is closed")
             if self._ended is not None:
                 raise self._ended
             self._waiting.append((commit, on_done))
             self._changed.notify()
 
     def health(self) -> StoreHealth:
-        """State of the writer at this moment."""
+        """Current state of the writer."""
         with self._changed:
-            detail = "every commit is on the disk"
+            detail = "every commit is on disk"
             if self._failure:
                 num_reports = sum(len(commit.reports) for commit, _ in [*self._in_flight, *self._waiting])
-                detail = f"{self._failure}; {num_reports} reports wait in memory and are tried again"
+                detail = f"{self._failure}; {num_reports} reports wait in memory and will be retried"
             if self._ended is not None:
                 detail = str(self._ended)
             return StoreHealth(
@@ -163,7 +163,7 @@ class Store:
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Store what waits, for at most timeout_s if the disk refuses, and let another process write."""
+        """Write pending commits, for at most timeout_s if the disk refuses them, and release the database."""
         with self._changed:
             if self._closing_at is None:
                 self._closing_at = time.monotonic() + timeout_s
@@ -171,19 +171,19 @@ class Store:
         self._thread.join()
 
     def _run(self) -> None:
-        """Write until the end; however it comes, `health` shows it, and waiting callers get an error."""
+        """Write until closed. If writing ends with an error, `health` reports it, and pending callers receive it."""
         try:
-            self._write_for_ever()
+            self._write()
             self._connection.close()
         except Exception as error:
-            # The connection stays open: closing it would delete a WAL by its name, which may be another file's by now.
+            # The connection stays open: closing it would delete the WAL by name, which may belong to another file by now.
             self._end(error)
         finally:
             self._presence.close()
             self._lock_file.release()
 
-    def _write_for_ever(self) -> None:
-        """Take all that waits, store it in one transaction, call back."""
+    def _write(self) -> None:
+        """Write all pending commits in one transaction and call back, until closed."""
         _lower_priority()
         while waiting := self._take():
             outcome = self._store([commit for commit, _ in waiting])
@@ -192,7 +192,7 @@ class Store:
             self._give_back_space()
 
     def _end(self, error: Exception) -> None:
-        """Fail all commits that wait, and later ones."""
+        """Fail all pending commits and later ones."""
         with self._changed:
             self._ended = (
                 error if isinstance(error, StoreError) else StoreError(f"the store's writer failed: {error!r}")
@@ -202,7 +202,7 @@ class Store:
             _tell(on_done, self._ended)
 
     def _take(self) -> Waiting:
-        """All that was submitted; waits for something. Empty when closed. Raises StoreGoneError when the file goes."""
+        """Wait for commits and return all pending ones; empty once closed. Raises StoreGoneError if the file disappears."""
         with self._changed:
             while not self._waiting and self._closing_at is None:
                 self._changed.wait(LOOK_INTERVAL_S)
@@ -211,7 +211,7 @@ class Store:
             return self._in_flight
 
     def _store(self, commits: Sequence[Commit]) -> Outcome:
-        """Try until it is stored. All commits fail if the store is closed before. Raises StoreError for good."""
+        """Retry until the commits are stored or the store is closed. Raises StoreError if retrying cannot help."""
         delay = self.config.first_retry_s
         while True:
             started = time.perf_counter()
@@ -220,7 +220,7 @@ class Store:
             except sqlite3.Error as error:
                 self._refuse_damage(error)
                 if not self._wait_to_retry(error, delay):
-                    closed = StoreError(f"The store was closed before this could be stored ({error}).")
+                    closed = StoreError(f"the store was closed before this could be stored ({error})")
                     return Outcome(dict.fromkeys(range(len(commits)), closed))
                 delay = min(2 * delay, self.config.longest_retry_s)
             else:
@@ -228,7 +228,7 @@ class Store:
                 return outcome
 
     def _commit(self, commits: Sequence[Commit]) -> Outcome:
-        """One transaction, in a file that was there before and after it."""
+        """Write one transaction, and check before and after it that the files are still in place."""
         self._presence.check(self._commit_number)
         number = self._commit_number + 1
         now = min(self._epoch + time.monotonic(), time.time())
@@ -239,15 +239,15 @@ class Store:
         return outcome
 
     def _refuse_damage(self, error: Exception) -> None:
-        """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
+        """Raise CorruptStoreError if the file is damaged, or StoreGoneError if it was replaced."""
         if is_corruption(error):
             self._presence.check(self._commit_number)
-            with contextlib.suppress(OSError):  # the damage itself is reported
+            with contextlib.suppress(OSError):  # the damage itself is reported below
                 damage_path(self.path).touch()
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
     def _wait_to_retry(self, error: Exception, delay: float) -> bool:
-        """Note the failure and wait; False when it is time to stop."""
+        """Record the failure and wait; return False once it is time to stop."""
         with self._changed:
             self._failure = f"commits fail ({error})"
             if self._closing_at is not None:
@@ -268,14 +268,14 @@ class Store:
     def _give_back_space(self) -> None:
         try:
             give_back_space(self._connection)
-        except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
+        except sqlite3.Error as error:  # nothing is lost; the next commit shows whether the problem persists
             self._refuse_damage(error)
             with self._changed:
                 self._failure = f"commits fail ({error})"
 
 
 def _tell(on_done: OnDone, error: Exception | None) -> None:
-    """Call back; a callback that fails must not end the writer."""
+    """Call back. A failing callback must not end the writer."""
     try:
         on_done(error)
     except Exception:

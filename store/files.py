@@ -1,4 +1,4 @@
-"""The files of a database: the writer's lock with the number of its commits, and checks that the files are in place."""
+"""The files of a database: the writer's lock, and checks that the files are still in place."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pathlib import Path
 
 from speclen.store.connection import StoreError, refusal, size_or_zero
 
-# Seconds that a new writer waits for the lock: a killed process may take a moment to go, a look takes an instant.
-LOCK_PATIENCE_S = 0.3
+LOCK_PATIENCE_S = 0.3  # a new writer waits this long for the lock, because a killed process may still be exiting
 
 
 def damage_path(database: Path) -> Path:
-    """A mark of damage found while writing: the next opening then checks the whole file, raw reports included."""
+    """Marker file for damage found while writing: the next start then checks the whole file, raw reports included."""
     return database.with_name(database.name + "-damaged")
 
 
 class WriterLock:
-    """Held by the one process that may write; the kernel releases it when the process dies.
+    """Lock of the only process that may write; the kernel releases it when the process dies.
 
-    Two locks: on a file beside the database, which also holds the process id and the number of acknowledged commits; and on
-    the database file itself, for its other names (hard links). SQLite's locking_mode=EXCLUSIVE would shut out readers. Only
-    meaningful on a local disk, like WAL itself.
+    There are two locks: one on a file next to the database, which also holds the process id and the number of acknowledged
+    commits, and one on the database itself, for its other names (hard links). SQLite's locking_mode=EXCLUSIVE would
+    exclude readers. Like WAL, this works only on a local disk.
 
     num_commits: commits that the last writer acknowledged; 0 if unknown.
     """
 
     def __init__(self, database: Path) -> None:
-        if database.is_dir():  # before anything is made beside it
+        if database.is_dir():  # checked before any file is created next to it
+            example = database / "speclen.db"
             raise StoreError(
-                f"{database} cannot be opened, it is a folder: name a file with --db, for example {database / 'speclen.db'}."
+                f"{database} cannot be opened because it is a folder: name a file with --db, as {example}."
             )
         if database.exists() and not database.is_file():
-            raise StoreError(f"{database} cannot be opened, it is a device or pipe: name a file with --db.")
+            raise StoreError(f"{database} cannot be opened because it is a device or pipe: name a file with --db.")
         self.database = database
         self._note = os.open(lock_path(database), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._file = -1
@@ -52,7 +52,7 @@ class WriterLock:
             raise
 
     def take_file(self) -> None:
-        """Lock the database file, made if there is none; again after it was moved aside. Raises StoreError."""
+        """Create the database file if needed and lock it; called again after a file was moved aside. Raises StoreError."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -65,23 +65,23 @@ class WriterLock:
         names = os.fstat(self._file).st_nlink
         if names > 1:
             raise StoreError(
-                f"{self.database} has {names} names (hard links), and its -wal file lies beside only one of them: "
+                f"{self.database} has {names} names (hard links), but its -wal file exists next to only one of them: "
                 "remove the others, or copy the file instead of linking it."
             )
 
     @property
     def descriptor(self) -> int:
-        """Of the database file, open until the lock is released."""
+        """Descriptor of the database file, open until the lock is released."""
         return self._file
 
     def note(self, num_commits: int) -> None:
-        """Note the process and its durable commits. Not synced: after a loss of power it may name fewer, never more."""
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        """Record the process id and the number of durable commits. Not synced: after a power loss it may be too low."""
+        with contextlib.suppress(OSError):  # on a full disk the lock still holds
             text = f"{os.getpid()}\n{num_commits}\n".encode()
             os.pwrite(self._note, text.ljust(32), 0)
 
     def release(self) -> None:
-        """Let another process write. The lock file stays: its removal would race with a process that just opened it."""
+        """Let another process write. The lock file stays, because removing it would race with a process that opens it."""
         for descriptor in (self._file, self._note):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -92,13 +92,13 @@ def in_use(database: Path, by: str) -> str:
 
 
 def lock_path(database: Path) -> Path:
-    """The lock's own file, beside the file that the name finally leads to."""
+    """The lock file, next to the file that symbolic links lead to."""
     real = Path(os.path.realpath(database))
     return real.with_name(real.name + ".lock")
 
 
 def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
-    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if another process keeps it."""
+    """Take a lock, LOCK_EX or LOCK_SH, within patience_s; False if another process holds it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -111,7 +111,7 @@ def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
 
 
 def is_locked(database: Path) -> bool:
-    """True while some process may write to the database. Looks by sharing its locks for an instant."""
+    """True while a process may write to the database. Tested by taking its locks in shared mode for an instant."""
     return _is_held(lock_path(database)) or _is_held(database)
 
 
@@ -127,15 +127,15 @@ def _is_held(path: Path) -> bool:
 
 
 class StoreGoneError(StoreError):
-    """The files of the database were deleted or replaced while it was open. Nothing more is acknowledged."""
+    """Files of the database were deleted or replaced while it was open. Nothing more is acknowledged."""
 
 
 class Presence:
-    """The files of an open database (the database, its WAL and the WAL's index): by device and inode, and by their heads.
+    """Checks that the files of an open database (database, WAL and WAL index) are still the same.
 
-    The head shows another content under the same inode, as `cp` leaves it.
+    Files are compared by device and inode, and by their first bytes, which reveal a file overwritten in place, as by `cp`.
 
-    database: descriptor of the database file, open as long as this is used. It is not opened here: closing a file releases
+    database: descriptor of the database file, which must stay open. It is not opened here, because closing a file releases
     all POSIX locks of the process on it, SQLite's included, and the next program to close it would delete the WAL.
     """
 
@@ -143,7 +143,7 @@ class Presence:
         self.path = path
         self._database = database
         self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
-        # Kept open, since a process with too many connections could not open it. SQLite has no locks on it.
+        # Kept open, because a process that has run out of descriptors could not open it later. SQLite does not lock it.
         self._wal_file = os.open(files_of(path)[1], os.O_RDONLY | os.O_CLOEXEC)
         self._file = Head.of(database, HEAD_OF_DATABASE)
         self._wal = Head.of(self._wal_file, HEAD_OF_WAL)
@@ -152,7 +152,7 @@ class Presence:
         os.close(self._wal_file)
 
     def check(self, num_commits: int) -> None:
-        """Raises StoreGoneError for a file that was replaced, cut or overwritten. num_commits: `PRAGMA user_version`."""
+        """Raise StoreGoneError if a file was replaced, truncated or overwritten. num_commits: `PRAGMA user_version`."""
         for name, identity in self._identities.items():
             now = identity_of(name)
             if now != identity:
@@ -170,22 +170,22 @@ class Presence:
 
 def gone(name: Path, what: str) -> StoreGoneError:
     return StoreGoneError(
-        f"{name} was {what} while the controller was writing to it, and acknowledged reports may be gone: put it back "
+        f"{name} was {what} while the controller was writing to it, and acknowledged reports may be lost: put it back "
         "or restore a backup, and start the controller again."
     )
 
 
-# SQLite's header of a database, and of a WAL with the salt that changes whenever the WAL is begun anew.
+# Bytes of SQLite's header of a database, and of a WAL, whose salt changes whenever the WAL is restarted.
 HEAD_OF_DATABASE, HEAD_OF_WAL = 100, 32
-# In the database's head, numbers big-endian. The form: size of a page, and whether it is in WAL mode.
+# Big-endian numbers in the database's header. FORM: the page size, and whether it is in WAL mode.
 FORM, CHANGE_COUNTER, USER_VERSION = slice(16, 24), slice(24, 28), slice(60, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first bytes of a file, and its size. In WAL mode the writer's checkpoints alone change a database's.
+    """The first bytes of a file, and its size. In WAL mode only checkpoints change the database's header.
 
-    full: up to where there is no hole. A WAL is written without gaps; one that was cut while a commit ran has one.
+    full: offset of the first hole. A WAL is written without gaps; one that was truncated during a commit has a hole.
     """
 
     content: bytes
@@ -201,11 +201,11 @@ class Head:
             return cls(b"", 0, 0)
 
     def is_cut(self, before: Head) -> bool:
-        """True if the end is missing: SQLite shortens a file only when it writes another head."""
+        """True if the file was truncated: SQLite itself shortens a file only when it also changes the header."""
         return self.size < before.size and self.content[: self.size] == before.content[: self.size]
 
     def follows(self, before: Head, num_commits: int) -> bool:
-        """True if a checkpoint can have written this head: still in WAL mode, neither older nor newer than the commits."""
+        """True if a checkpoint can have written this header: still in WAL mode, neither older nor newer than the commits."""
         old, new = before.content, self.content
         if len(new) < HEAD_OF_DATABASE or old[FORM] != new[FORM]:
             return False
@@ -223,7 +223,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
-    """Device and inode; None if there is no such file."""
+    """Device and inode; None if the file does not exist."""
     try:
         found = os.stat(path)
     except OSError:
@@ -232,7 +232,7 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
+    """Rename a damaged database and its WAL to NAME.damaged-TIME, and return the new name."""
     target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
     for source, renamed in zip(files_of(path), files_of(target), strict=True):
         if source.exists():
@@ -241,5 +241,5 @@ def move_aside(path: Path) -> Path:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the database and its WAL."""
+    """Size of the database and its WAL in bytes."""
     return sum(map(size_or_zero, files_of(path)[:2]))

@@ -1,4 +1,4 @@
-"""Queries of readers: rows as values. Every function takes a connection of `connect_reader`."""
+"""Queries for readers. Every function takes a connection from `connect_reader`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best", "learned_ngram", "baseline_ngr
 
 
 def load_state(connection: Connection) -> StoredState:
-    """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
-    # Contexts commit apart, so the highest group need not be the last row's, but it is near; retention never deletes
-    # the newest report. Looking at all of them would take a second per 10 million.
+    """Everything that a restarted controller needs. Raw reports are not read, so the cost does not grow with them."""
+    # Contexts commit separately, so the highest group is near the last row but not always in it. Retention never deletes
+    # the newest report. Scanning all rows would take a second per 10 million.
     newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
     return StoredState(
         contexts=contexts(connection),
@@ -55,7 +55,7 @@ def _rows(connection: Connection, row_class: type[Row], source: str, *values: An
 
 
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:
-    """Raw reports in the order in which they were learned from."""
+    """Raw reports in the order in which the controller processed them."""
     return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
 
 
@@ -65,7 +65,7 @@ def contexts(connection: Connection) -> tuple[ContextRow, ...]:
 
 
 def context_limits(connection: Connection) -> tuple[ContextLimitsRow, ...]:
-    """Contexts as they were made and widened, in order."""
+    """Limits of contexts when they were created and widened, in order."""
     return tuple(_rows(connection, ContextLimitsRow, "context_limits ORDER BY context_limits_id"))
 
 
@@ -87,12 +87,12 @@ def acceptance(connection: Connection, context_id: int) -> list[AcceptanceRow]:
 
 
 def decisions(connection: Connection) -> list[DecisionRow]:
-    """Every change of a choice, in order."""
+    """Every change of an arm in use, in order."""
     return list(_rows(connection, DecisionRow, "decisions ORDER BY decision_id"))
 
 
 def trials(connection: Connection, since: float = 0.0) -> list[TrialRow]:
-    """Finished trials, in order. since: least ended_at, in seconds since 1970."""
+    """Finished trials, in order. since: earliest ended_at, in seconds since 1970."""
     return list(_rows(connection, TrialRow, "trials WHERE ended_at >= ? ORDER BY trial_id", since))
 
 
@@ -102,7 +102,7 @@ def holds(connection: Connection) -> list[HoldsRow]:
 
 
 def newest_decision(connection: Connection, context_id: int, batch_size: int) -> DecisionRow | None:
-    """The newest change of the choice for a batch size; None without any."""
+    """The newest change of the arm in use at a batch size; None if there was none."""
     source = "decisions WHERE context_id = ? AND ? BETWEEN batch_min AND batch_max ORDER BY decision_id DESC LIMIT 1"
     return next(_rows(connection, DecisionRow, source, context_id, batch_size), None)
 

@@ -1,4 +1,4 @@
-"""Bounds on the file: old rows are deleted as new ones come, and free pages go back to the disk."""
+"""Bounds on the size of the file: old rows are deleted as new ones arrive, and free pages are returned to the disk."""
 
 from __future__ import annotations
 
@@ -7,50 +7,48 @@ from dataclasses import dataclass
 
 from speclen.store.connection import Connection
 
-# Mean size of a report with its evaluations, several times what a fleet's reports take.
-MOST_REPORT_BYTES = 500
-# Tables and states of a thousand contexts, decisions, events.
-BYTES_BESIDE_REPORTS = 2**28
-# Days of prediction_error by minute: some 3 MB a day for a context that is busy at all batch sizes.
-PREDICTION_DAYS = 7.0
-# Decisions, drift events and store events, each: rare, so this is years.
-MAX_EVENT_ROWS = 100_000
+MOST_REPORT_BYTES = 500  # of a report with its evaluations, several times the mean in a fleet
+BYTES_BESIDE_REPORTS = 2**28  # tables and states of a thousand contexts, decisions, events
+PREDICTION_DAYS = 7.0  # of prediction_error; up to 3 MB a day for a context that is busy at all batch sizes
+MAX_EVENT_ROWS = 100_000  # of decisions, drift events, store events and trials each
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Bounds on what grows with time. The learned tables are always kept."""
+    """Bounds on tables that grow with time. The learned tables are always kept.
 
-    # Raw reports, some 90 bytes each (docs/explanation/store.md): the default takes about 450 MB.
+    max_report_rows: raw reports to keep, about 90 bytes each (docs/explanation/store.md). max_days: age after which raw
+    reports are deleted.
+    """
+
     max_report_rows: int = 5_000_000
-    # Days after which raw reports go, whatever their number.
     max_days: float = 30.0
 
     @property
     def max_bytes(self) -> int:
-        """Size of the file beyond which the oldest reports go, whatever their number."""
+        """Size of the file above which the oldest reports are deleted."""
         return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
 
 
-# For programs that open a database in place of its controller, whose retention they do not know.
+# For programs that open a database without knowing its controller's retention.
 KEEP_REPORTS = Retention(max_report_rows=2**62, max_days=math.inf)
 
 DAY_S = 86400.0
 
-# Rows that one commit deletes beyond twice those it inserts: a lowered limit is reached in steps.
+# One commit deletes this many rows more than twice those it inserts, so that a lowered limit is reached in steps.
 EXTRA_ROWS_PER_COMMIT = 2_000
 
-# For a file that is too large: reports deleted at a time, times in one commit, reports that always stay.
+# For a file that is too large: reports deleted at a time, repetitions in one commit, reports that are always kept.
 CHUNK_ROWS, MOST_CHUNKS, FEWEST_ROWS = 500, 20, 10_000
 
-# Pages of 4 KiB given back after one commit, and the number and share that must be free for it: never in a steady state.
+# Pages of 4 KiB returned after one commit, and the number and share of pages that must be free before any is.
 VACUUM_PAGES = 250
 VACUUM_ABOVE_PAGES = 500
 VACUUM_ABOVE_SHARE = 0.25
 
 
 def enforce_retention(connection: Connection, retention: Retention, num_new_reports: int, now: float) -> None:
-    """Delete what is too old or too much, within the running transaction. now: seconds since 1970."""
+    """Delete rows beyond the bounds within the current transaction. now: seconds since 1970."""
     oldest_at = now - retention.max_days * DAY_S
     _trim_reports(connection, retention.max_report_rows, oldest_at, 2 * num_new_reports + EXTRA_ROWS_PER_COMMIT)
     oldest_window = now - PREDICTION_DAYS * DAY_S
@@ -67,7 +65,7 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
 
 
 def used_bytes(connection: Connection) -> int:
-    """Bytes of the file without free pages."""
+    """Size of the file without free pages, in bytes."""
     num_pages, num_free, page_bytes = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
@@ -75,7 +73,7 @@ def used_bytes(connection: Connection) -> int:
 
 
 def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_deleted: int) -> None:
-    """Delete the oldest reports, at most max_deleted. The newest always stays: numbers go on from it."""
+    """Delete up to max_deleted of the oldest reports. The newest is always kept, because numbering continues from it."""
     first = connection.execute("SELECT report_id, received_at FROM step_reports ORDER BY report_id LIMIT 1").fetchone()
     if first is None:
         return
@@ -90,9 +88,9 @@ def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_d
 
 
 def give_back_space(connection: Connection) -> None:
-    """Return some free pages to the disk if a good part of the file is free."""
+    """Return some free pages to the disk if a large part of the file is free."""
     num_free = connection.execute("PRAGMA freelist_count").fetchone()[0]
     num_pages = connection.execute("PRAGMA page_count").fetchone()[0]
     if num_free >= max(VACUUM_ABOVE_PAGES, VACUUM_ABOVE_SHARE * num_pages):
-        # Frees a page per row without columns, of which the `execute` of Python's own library steps through one alone.
+        # `execute` of Python's own library would only step once and free a single page.
         connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")

@@ -1,7 +1,7 @@
-"""The rows of the database: one plain tuple per row, its fields named like the columns, in their order.
+"""The rows of the database: one plain tuple per row, with the columns of schema.sql as fields, in the same order.
 
 Times ending in `_at` are seconds since 1970 (UTC), other times end in their unit, counts begin with `num_`. The caller
-gives out ids (context_id, worker_key, profile_id), one more than the highest in `StoredState`.
+assigns ids (context_id, worker_key, profile_id), counting up from the highest in `StoredState`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 
 def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
-    """A row with the attributes of its fields' names, each of the first source that has it. more: by name."""
+    """Build a row; each field is taken from `more`, or from the first source with an attribute of that name."""
 
     def value(name: str) -> Any:
         return more[name] if name in more else next(getattr(each, name) for each in sources if hasattr(each, name))
@@ -25,7 +25,7 @@ def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
 
 
 class ContextRow(NamedTuple):
-    """A context with the largest limits that any of its workers had. Inserted or updated by context_id."""
+    """A context, with the largest limits of any of its workers. Key: context_id."""
 
     context_id: int
     target: str
@@ -50,12 +50,11 @@ class ContextRow(NamedTuple):
 
 
 class WorkerRow(NamedTuple):
-    """The newest incarnation of a worker and its high-water mark. Inserted or updated by worker_key.
+    """The newest incarnation of a worker and its high-water mark. Key: worker_key.
 
-    applied_seq: every report of `epoch` up to it is contained in the estimates of the same commit, except those in
-    missing_ranges; once committed it is the durable_seq. missing_ranges: JSON `[[first, last], ...]`, seqs below
-    applied_seq that never arrived. num_reports: learned from over all epochs; num_repeated: recognised and ignored;
-    num_missing: skipped by a gap; num_refused: not plausible.
+    applied_seq: the estimates of the same commit contain every report of `epoch` up to this seq, except missing_ranges
+    (JSON, `[[first, last], ...]`: seqs that never arrived). Once committed it is the durable_seq. num_reports: learned
+    from, over all epochs; num_repeated: duplicates; num_missing: skipped by gaps; num_refused: implausible.
     """
 
     worker_key: int
@@ -78,12 +77,12 @@ class WorkerRow(NamedTuple):
 
 
 class ReportRow(NamedTuple):
-    """One step record; a plain tuple in this order will do, and is faster. Converted by `speclen.controller.wire.stored`.
+    """One step record, converted by `speclen.controller.wire.stored`. A plain tuple in this order is accepted and faster.
 
-    group_id: reports that were learned from in one call share it, and it ascends, so that a replay can make the same
-    calls. accepted_histogram: JSON, such as "[3,1,0]". flags: lower-case names joined by a space, empty for a usable sample.
-    class_histograms: JSON such as '{"greedy":[1,0],"high_temperature":[2,1]}'; None where all are greedy. evaluations: JSON,
-    [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]; None without any.
+    group_id: ascending; reports processed in one call share it, so that a replay can make the same calls.
+    accepted_histogram: JSON, such as "[3,1,0]". flags: lower-case names joined by a space; empty for a usable sample.
+    class_histograms: JSON, such as '{"greedy":[1,0],"high_temperature":[2,1]}'; None if all sequences are greedy.
+    evaluations: JSON, [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]; None without any.
     """
 
     group_id: int
@@ -106,14 +105,15 @@ class ReportRow(NamedTuple):
     num_verified_tokens: int
     draft_prefill_s: float
     num_new_sequences: int
+    num_unobserved_sequences: int
     evaluations: str | None
     received_at: float
 
 
 class AcceptanceRow(NamedTuple):
-    """Survival of one draft position of a context, 1 for the first draft token. Replaces the row of that position.
+    """Survival at one draft position of a context. Key: context_id, position (1 is the first draft token).
 
-    survival: P(positions 1..position all accepted); num_trials: its evidence, after forgetting.
+    survival: P(positions 1..position all accepted). num_trials: effective sample size.
     """
 
     context_id: int
@@ -124,10 +124,7 @@ class AcceptanceRow(NamedTuple):
 
 
 class ArmEstimateRow(NamedTuple):
-    """The estimate of one arm at a range of batch sizes. Replaces the row of the same context, batch_min and arm.
-
-    See `speclen.records.ArmEstimate`.
-    """
+    """The estimate of one cell, see `speclen.records.ArmEstimate`. Key: context_id, batch_min and arm."""
 
     context_id: int
     batch_min: int
@@ -146,7 +143,7 @@ class ArmEstimateRow(NamedTuple):
 
 
 class StateRow(NamedTuple):
-    """The estimator's own state of a context. Replaces the row of the same context."""
+    """The estimator's state of a context. Key: context_id."""
 
     context_id: int
     state: bytes
@@ -154,9 +151,9 @@ class StateRow(NamedTuple):
 
 
 class DecisionRow(NamedTuple):
-    """A change of the arm in use. The previous arm is None, None for the first choice.
+    """A change of the arm in use; both fields of the previous arm are None for the first one.
 
-    after_group_id: last group of reports that was learned from before.
+    after_group_id: last group of reports processed before it, here and in other rows.
     """
 
     context_id: int
@@ -175,7 +172,7 @@ class DecisionRow(NamedTuple):
 
 
 class DriftEventRow(NamedTuple):
-    """Part of what was learned was forgotten, or a worker was isolated. factor: see `speclen.records.DriftEvent`."""
+    """Something was forgotten, or a worker was isolated. factor: see `speclen.records.DriftEvent`."""
 
     context_id: int
     factor: str
@@ -186,7 +183,7 @@ class DriftEventRow(NamedTuple):
 
 
 class TrialRow(NamedTuple):
-    """A finished trial. See `speclen.records.Trial`; after_group_id: last group of reports learned from before it ended."""
+    """A finished trial, see `speclen.records.Trial`. after_group_id: last group of reports processed before its end."""
 
     context_id: int
     worker_key: int
@@ -221,7 +218,7 @@ class TrialRow(NamedTuple):
 
 
 class HoldsRow(NamedTuple):
-    """The holds of a context. Replaces the row of the same context. holds: JSON, [[batch_min, batch_max, arm], ...]."""
+    """The holds of a context. Key: context_id. holds: JSON, [[batch_min, batch_max, arm], ...]."""
 
     context_id: int
     holds: str
@@ -229,7 +226,7 @@ class HoldsRow(NamedTuple):
 
 
 class ContextLimitsRow(NamedTuple):
-    """A context was made or widened. after_group_id: last group of reports that was learned from before."""
+    """The limits of a context when it was created or widened."""
 
     context_id: int
     max_batch_size: int
@@ -240,7 +237,7 @@ class ContextLimitsRow(NamedTuple):
 
 
 class StoreEventRow(NamedTuple):
-    """A loss. kind: see the schema. content: of a state that was set aside."""
+    """A loss. kind: see schema.sql. content: the state that was set aside."""
 
     kind: str
     num_rows: int
@@ -261,10 +258,7 @@ PROFILE_COLUMNS = (
 
 
 class ProfileRow(NamedTuple):
-    """An offline profile as it was imported.
-
-    after_group_id: last group of reports that was learned from before it seeded the context.
-    """
+    """An imported offline profile."""
 
     profile_id: int
     context_id: int
@@ -275,12 +269,10 @@ class ProfileRow(NamedTuple):
 
 @dataclass(slots=True)
 class Commit:
-    """Rows that belong together: reports, the estimates that contain them, and the high-water marks of both.
+    """Rows that are stored in one transaction or not at all: reports, the estimates that contain them, high-water marks.
 
-    All of one moment, stored in one transaction or not at all. Later commits supersede earlier ones row by row.
-    num_reports_dropped: raw rows given up before this commit, for store_events.
-    replaced_contexts: contexts whose stored arm estimates are deleted first, for when ranges changed; those of this commit
-    stay.
+    Rows of later commits replace rows of earlier ones. num_reports_dropped: raw rows given up before this commit, for
+    store_events. replaced_contexts: contexts whose stored arm estimates are deleted first, because batch ranges changed.
     """
 
     contexts: Sequence[ContextRow] = ()
@@ -302,10 +294,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """Rows from which a controller goes on. Raw reports are not read.
-
-    states: by context_id. last_group_id, last_profile_id: 0 when there is none.
-    """
+    """What a restarted controller needs. states: by context_id. last_group_id, last_profile_id: 0 if there is none."""
 
     contexts: tuple[ContextRow, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
@@ -316,10 +305,10 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """State of the writer. ok is False while commits fail; detail then gives the reason and what happens to them.
+    """State of the writer. ok: False while commits fail; detail gives the reason and what happens to them.
 
-    alive: False once the writer has ended for good, with the reason in detail: then the controller has to end, too.
-    num_rows_refused: rows that broke a rule of the schema, left out of their commits and noted in store_events.
+    alive: False once the writer has ended, with the reason in detail; the controller then has to end, too.
+    num_rows_refused: rows that violated the schema; they were omitted and noted in store_events.
     """
 
     ok: bool

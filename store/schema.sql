@@ -195,6 +195,8 @@ CREATE TABLE step_reports (
   num_verified_tokens INTEGER NOT NULL CHECK (num_verified_tokens BETWEEN 0 AND batch_size * 65),
   draft_prefill_s REAL NOT NULL CHECK (draft_prefill_s BETWEEN 0 AND 1e6),  -- since the previous report
   num_new_sequences INTEGER NOT NULL CHECK (num_new_sequences >= 0),  -- admitted as the step began
+  num_unobserved_sequences INTEGER NOT NULL  -- not in the histogram
+    CHECK (num_unobserved_sequences >= 0 AND num_unobserved_sequences < batch_size),
   -- [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]; NULL: none
   evaluations TEXT CHECK (evaluations IS NULL OR json_valid(evaluations)),
   received_at REAL NOT NULL CHECK (received_at >= 0),

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -37,24 +37,24 @@ from speclen.store.schema import (
     WorkerRow,
 )
 
-# Rows per statement, largest first. 256 rows of 22 values stay far below SQLite's limit of 32,766 values.
+# Rows per statement, largest first. 256 rows of 22 values are far below SQLite's limit of 32,766 values.
 BLOCKS = (256, 64, 16, 4, 1)
 
-# What a row that breaks a rule of the schema raises; a full disk or a damaged file raises something else.
+# Errors of a row that violates the schema; a full disk or a damaged file raises others.
 BAD_ROW_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, ValueError)
 
 
 class Refusal(NamedTuple):
-    """A row that breaks a rule of the schema. reason: one sentence."""
+    """A row that violates the schema. reason: one sentence."""
 
     reason: str
     row: Sequence[Any]
 
 
 class Insert:
-    """Inserts rows of one table; with a key, a row that is there already is updated.
+    """Inserts rows into one table. With a key, an existing row is updated.
 
-    unless_older: a column; a row with a smaller value than the one that is there changes nothing.
+    unless_older: a column; a row whose value is smaller than the existing one's is ignored.
     """
 
     def __init__(self, table: str, columns: Sequence[str], key: Sequence[str] = (), unless_older: str = "") -> None:
@@ -76,7 +76,7 @@ class Insert:
         return {size: head + ", ".join([row] * size) + update for size in BLOCKS}
 
     def run(self, connection: Connection, rows: Iterable[Sequence[Any]]) -> list[Refusal]:
-        """Insert rows of values; returns the rows that were refused, and inserts all others."""
+        """Insert rows, and return those that violate the schema."""
         waiting, start, refusals = list(rows), 0, list[Refusal]()
         for size in BLOCKS:
             while len(waiting) - start >= size:
@@ -85,7 +85,7 @@ class Insert:
         return refusals
 
     def _insert(self, connection: Connection, block: Sequence[Sequence[Any]]) -> list[Refusal]:
-        """A statement that fails changes nothing, so every row of its block can still be tried alone."""
+        """Insert a block of rows. If that fails, nothing has changed, and each row is tried alone."""
         try:
             connection.execute(self._statements[len(block)], tuple(chain.from_iterable(block)))
         except BAD_ROW_ERRORS as error:
@@ -99,10 +99,10 @@ PROFILES = Insert("profiles", PROFILE_COLUMNS)
 PROFILE_CELLS = Insert("profile_cells", ("profile_id", *ProfileCell._fields))
 REPORTS = Insert("step_reports", ReportRow._fields)
 
-# By the field of a commit: rows of which the newest of each key counts.
+# By field of `Commit`: tables that keep the newest row of each key.
 NEWEST = {
     "contexts": Insert("contexts", ContextRow._fields, ("context_id",)),
-    # Contexts commit apart: a row of an older incarnation may come after one of the present one.
+    # Contexts commit separately: the row of an older incarnation may arrive after that of the current one.
     "workers": Insert("workers", WorkerRow._fields, ("worker_key",), unless_older="epoch"),
     "arm_estimates": Insert(
         "arm_estimates", ArmEstimateRow._fields, ("context_id", "batch_min", "speculation_length", "ngram")
@@ -111,7 +111,7 @@ NEWEST = {
     "states": Insert("learned_states", StateRow._fields, ("context_id",)),
 }
 
-# By the field of a commit: rows that add up.
+# By field of `Commit`: tables that keep every row.
 EVENTS = {
     "context_limits": Insert("context_limits", ContextLimitsRow._fields),
     "decisions": Insert("decisions", DecisionRow._fields),
@@ -123,11 +123,11 @@ EVENTS = {
 
 
 class RefusedError(Exception):
-    """The database refuses a row without which the others of its commit would be wrong."""
+    """The database refuses a row on which the rest of its commit depends."""
 
 
 class ReportsRefusedError(Exception):
-    """A commit was written without some of its reports, which the database refuses. seqs: by worker_key."""
+    """A commit was written without some of its reports, which violate the schema. seqs: of these, by worker_key."""
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         super().__init__(f"the database refuses {len(refusals)} reports ({refusals[0].reason})")
@@ -139,20 +139,17 @@ class ReportsRefusedError(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a transaction. errors: by a commit's place, why it was not written, or not whole.
-
-    refusals: why rows were left out.
-    """
+    """Result of a transaction. errors: of commits not written completely, by index. refusals: reasons of omitted rows."""
 
     errors: dict[int, Exception] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
 
 
 def write(connection: Connection, commits: Sequence[Commit], retention: Retention, number: int, now: float) -> Outcome:
-    """Store commits in one transaction, `number` of the file. now: seconds since 1970, for retention.
+    """Write commits in one transaction. number: of the transaction. now: seconds since 1970, for retention.
 
-    Each is written whole or not at all, and fails alone. Raises errors of SQLite (disk full, damaged file, ...) after
-    rolling everything back.
+    Each commit is written completely or not at all, and fails alone. Raises sqlite3.Error (disk full, damaged file, ...)
+    after rolling everything back.
     """
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -161,7 +158,7 @@ def write(connection: Connection, commits: Sequence[Commit], retention: Retentio
         connection.execute(f"PRAGMA user_version = {number}")
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # SQLite rolls back by itself after some errors
+        if connection.in_transaction:  # after some errors SQLite has already rolled back
             connection.execute("ROLLBACK")
         raise
     return outcome
@@ -177,7 +174,7 @@ def _write_all(connection: Connection, commits: Sequence[Commit]) -> Outcome:
                 outcome.errors[place] = ReportsRefusedError(bad_reports)
         except sqlite3.Error:
             raise
-        except Exception as error:  # a row that cannot be written, or one that is no row
+        except Exception as error:  # an invalid row
             connection.execute("ROLLBACK TO one_commit")
             outcome.errors[place] = error
             refusals = [str(error)]
@@ -189,15 +186,15 @@ def _write_all(connection: Connection, commits: Sequence[Commit]) -> Outcome:
 
 
 def _write_rows(connection: Connection, commit: Commit) -> tuple[list[Refusal], list[str]]:
-    """Returns the reports that were left out, and why, as well as for other rows.
+    """Write a commit. Returns the omitted reports, and the reasons for all omitted rows.
 
-    Raises RefusedError for a context, a worker's mark or a state that the database does not take.
+    Raises RefusedError if the database refuses a context, a worker's high-water mark or a state.
     """
     _insert_all(connection, commit, "contexts", "workers")
     refusals = _insert_profiles(connection, commit.profiles)
     bad_reports = REPORTS.run(connection, commit.reports)
-    if not bad_reports:  # whose sums would be bad as well
-        add_predictions(connection, commit.reports)  # before the new estimates replace those that made the prediction
+    if not bad_reports:  # otherwise their sums could be invalid, too
+        add_predictions(connection, commit.reports)  # before new estimates replace those that made the predictions
     for context_id in commit.replaced_contexts:
         connection.execute("DELETE FROM arm_estimates WHERE context_id = ?", (context_id,))
     refusals += bad_reports + _insert_newest(connection, commit, "arm_estimates", "acceptance")
@@ -238,12 +235,12 @@ def _events_of(commit: Commit, refusals: list[str]) -> list[StoreEventRow]:
     return events
 
 
-# Predicted against observed: the estimates on disk beside the usable samples of a commit, summed per minute and arm.
+# Predicted against observed times: estimates on disk and usable samples of a commit, summed by minute and arm.
 
 WINDOW_S = 60
 
 _KEY = ("context_id", "batch_size", "speculation_length", "ngram")
-_VALUES = ("received_at", "latency_s", "accepted_histogram", "flags")
+_VALUES = ("received_at", "latency_s", "num_accepted_tokens", "num_unobserved_sequences", "flags")
 _OF_REPORT = itemgetter(*map(ReportRow._fields.index, (*_KEY, *_VALUES)))
 
 ADD_PREDICTIONS = """
@@ -265,29 +262,23 @@ ON CONFLICT DO UPDATE SET
 
 
 def add_predictions(connection: Connection, reports: Sequence[Sequence[Any]]) -> None:
-    """Compare reports, rows in the order of ReportRow, with the estimates that are in the database now."""
+    """Add reports, in the order of ReportRow, to the comparison with the estimates that are in the database now."""
     connection.executemany(ADD_PREDICTIONS, sums_by_arm(reports))
 
 
 def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """One row per context, batch size, arm and window, as ADD_PREDICTIONS names them. Flagged steps are left out.
+    """Parameters of ADD_PREDICTIONS: one row per context, batch size, arm and minute, without flagged steps.
 
-    SQLite would sort all reports of the commit for that, which cost more than inserting them (1.9 us a report against 1.2).
+    Summing in SQLite would sort all reports of the commit, which costs more than inserting them (1.9 us a report
+    against 1.2).
     """
     sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for report in reports:
-        *key, received_at, latency_s, histogram, flags = _OF_REPORT(report)
+        *key, received_at, latency_s, num_accepted, num_unobserved, flags = _OF_REPORT(report)
         if flags == "":
             total = sums[(*key, int(received_at // WINDOW_S) * WINDOW_S)]
             total[0] += 1
             total[1] += latency_s
-            total[2] += tokens_per_sequence(histogram)
+            total[2] += 1.0 + num_accepted / (key[1] - num_unobserved)  # per observed sequence, bonus included
     names = (*_KEY, "window_start", "num_steps", "sum_step_s", "sum_tokens")
     return [dict(zip(names, (*key, *total), strict=True)) for key, total in sums.items()]
-
-
-@lru_cache(maxsize=16_384)  # few histograms differ
-def tokens_per_sequence(histogram: str) -> float:
-    """Mean of the tokens that the sequences of a histogram generated."""
-    counts: list[int] = json.loads(histogram)
-    return sum((run + 1) * count for run, count in enumerate(counts)) / max(sum(counts), 1)

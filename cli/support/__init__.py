@@ -1,1 +1,1 @@
-"""Parts that verbs share: errors in one sentence, flags, clients, the database, child processes."""
+"""What verbs share: output and errors, flags, clients, the database, child processes."""

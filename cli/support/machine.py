@@ -1,4 +1,4 @@
-"""The machine and the program of a benchmark, so that its figures can be read later."""
+"""Machine, versions and commit, recorded with every measurement."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Names and versions that figures depend on. load_average: processes that wanted a core in the last minute."""
-    import torch  # only here: who asks for the commit alone does not wait for it
+    """Hardware and versions that figures depend on. load_average: mean number of runnable processes in the last minute."""
+    import torch  # imported here because `provenance` does not need it
 
     return {
         "device": device_name(device),
@@ -38,10 +38,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def provenance(program: str = "speclen") -> dict[str, Any]:
-    """The command, the commit it ran at, and whether it was not exactly that commit; documents, results among them, aside.
+    """Command, commit, and whether tracked files outside docs/ differ from the commit.
 
-    program: what is written before the arguments, since a script is not called `speclen`. commit, uncommitted_changes:
-    None outside a checkout, for example in an installed package.
+    program: the name of the command. commit, uncommitted_changes: None outside a checkout, as in an installed package.
     """
     commit, uncommitted_changes = checkout_of(Path(__file__).resolve())
     return {
@@ -51,17 +50,17 @@ def provenance(program: str = "speclen") -> dict[str, Any]:
     }
 
 
-@cache  # what runs was loaded at the start: a commit that is made while it measures is not its own
+@cache  # the running code was loaded at the start; a commit made during the measurement is not its own
 def checkout_of(file: Path) -> tuple[str | None, bool | None]:
     """Commit of the checkout that a file is part of, and whether tracked files outside docs/ differ from it."""
-    if git(file.parent, "ls-files", "--error-unmatch", file.name) is None:  # installed inside somebody's repository
+    if git(file.parent, "ls-files", "--error-unmatch", file.name) is None:  # installed inside an unrelated repository
         return None, None
     changes = git(file.parent, "status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)docs")
     return git(file.parent, "rev-parse", "--short=12", "HEAD"), None if changes is None else bool(changes)
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """Output of git there; None where it refuses or is not installed."""
+    """Output of git in a folder; None if it fails or is not installed."""
     try:
         answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""Child processes of `speclen up`: start, wait until they serve, restart, stop."""
+"""Child processes of `speclen up`: start them, wait until they serve, restart and stop them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from speclen.cli.support.output import UserError
 from speclen.transport.health import SERVING, check
 from speclen.transport.lifeline import start_tied
 
-FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
+FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and is reset once a child ran for STABLE_S
 MAX_PAUSE_S = 30.0
 STABLE_S = 60.0
-NEWS_S = 20.0  # between two lines about a start that takes long
+NEWS_S = 20.0  # between two lines about a slow start
 
 
 def end_as_by_ctrl_c() -> None:
-    """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind.
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that children are stopped.
 
-    So does the end of its terminal (SIGHUP, which comes more than once), except under nohup.
+    SIGHUP (a closed terminal, which sends it repeatedly) does the same, except under nohup.
     """
 
     def interrupt(number: int, *_: object) -> None:
@@ -44,13 +44,17 @@ def end_as_by_ctrl_c() -> None:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what speclen would read of it."""
+    """The environment without speclen's settings."""
     return {name: value for name, value in environment.items() if not name.startswith("SPECLEN_")}
 
 
 @dataclass(slots=True)
 class Child:
-    """One `speclen` process: its verb, its arguments, where it listens and where it writes its log."""
+    """One `speclen` process: its arguments (the verb first), the address it listens on, and its log file.
+
+    num_remarked: lines of the log already passed on. run_id: the server at the address has to belong to this run; empty: to
+    any. takes_settings: whether the child reads settings from the environment; benchmarks pass all settings themselves.
+    """
 
     name: str
     arguments: list[str]
@@ -61,11 +65,9 @@ class Child:
     pause_s: float = FIRST_PAUSE_S
     restart_at: float | None = None
     log_begin: int = 0
-    num_remarked: int = 0  # lines of the log since the start
-    # The server at the address has to be of this run; empty: of any run.
+    num_remarked: int = 0
     run_id: str = ""
     client: Client = field(default_factory=Client)
-    # Whether it reads settings from the environment and the configuration file. A benchmark gives all of them itself.
     takes_settings: bool = True
 
     def start(self) -> None:
@@ -77,7 +79,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=None if self.takes_settings else without_settings(os.environ),
-                # Ctrl-C reaches the parent alone, which then stops the children, the controller last.
+                # Ctrl-C reaches only the parent, which then stops the children, the controller last.
                 start_new_session=True,
             )
         self.started_at = time.monotonic()
@@ -87,21 +89,21 @@ class Child:
         return None if self.process is None else self.process.poll()
 
     def last_words(self) -> str:
-        """Why it has ended: the signal that killed it, or what it said last."""
+        """The signal that killed the process, or the last line that it logged."""
         code = self.exit_code
         return self.last_line() if code is None or code >= 0 else f"it was sent a signal: {signal.strsignal(-code)}"
 
     def last_line(self) -> str:
-        """The last line that this incarnation has logged, which names the cause when a process has ended by itself."""
+        """The last line logged since the start, which names the cause if the process ended by itself."""
         lines = self._logged().strip().splitlines()
         if not lines:
             return "it printed nothing"
-        # Nobody can give the process a flag, but the variable of the same setting.
+        # The user cannot pass a flag to a child, but can set the environment variable.
         variable = f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment"
         return lines[-1].removeprefix("speclen: ").replace("--move-corrupt-aside", variable)
 
     def _logged(self) -> str:
-        """All that this incarnation has logged; "" if the file was deleted."""
+        """Everything logged since the start; "" if the file was deleted."""
         try:
             with self.log_file.open("rb") as log:
                 log.seek(self.log_begin)
@@ -110,10 +112,7 @@ class Child:
             return ""
 
     def new_remarks(self) -> list[str]:
-        """New whole lines of the process's log for the user, without log records and lines of its start.
-
-        Nor its last words: `last_line` has them.
-        """
+        """New complete lines of the log for the user, without log records, start messages and the final error."""
         lines = self._logged().splitlines(keepends=True)
         new = [line.rstrip() for line in lines[self.num_remarked :] if line.endswith("\n")]
         self.num_remarked += len(new)
@@ -126,7 +125,7 @@ class Child:
         return self.arguments[0]
 
     def is_serving(self) -> bool:
-        """True if it answers. Raises UserError when somebody else does, or it refuses our token."""
+        """True if the child answers. Raises UserError if another server answers, or the child rejects our token."""
         says_so = self.process is not None and f" serving on {self.address}" in self._logged()
         with self.client.channel(self.address) as channel:
             try:
@@ -140,16 +139,16 @@ class Child:
         return status == SERVING
 
     def _give_up_if_hopeless(self, error: grpc.RpcError, says_so: bool) -> None:
-        """says_so: it said that it serves before it was called, so that no call will ever get through."""
+        """Raise UserError if no call can succeed. says_so: it had logged that it serves before it was called."""
         assert isinstance(error, grpc.Call)
         hopeless = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
         if error.code() in hopeless or (error.code() is grpc.StatusCode.UNAVAILABLE and says_so):
             raise UserError(self.client.explain(error, self.kind, self.address))
 
     def wait_until_serving(self, timeout_s: float = math.inf, say: Callable[[str], None] = lambda remark: None) -> None:
-        """Pass on its remarks until it serves: loading or downloading a large model takes as long as it takes.
+        """Wait until the child serves, and report its remarks; a download of a large model may take long.
 
-        Raises UserError with the process's own last words when it ends, or naming its log when time is up.
+        Raises UserError with the last line of its log if it ends, or naming the log when the time is up.
         """
         begin = told_at = time.monotonic()
         doing = "starting"
@@ -167,7 +166,7 @@ class Child:
         raise UserError(f"{self.name} does not serve after {timeout_s:g} s: see {self.log_file}")
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL when that did not help in time."""
+        """Send SIGTERM, then SIGKILL if the process is still alive after timeout_s."""
         self.tell_to_end()
         self.wait_for_end(timeout_s)
 
@@ -176,7 +175,7 @@ class Child:
             self.process.send_signal(signal.SIGTERM)
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """SIGKILL when it does not come in time."""
+        """Wait for the process to end; send SIGKILL after timeout_s."""
         if self.process is None:
             return
         try:
@@ -186,7 +185,7 @@ class Child:
             self.process.wait()
 
     def restart_if_dead(self, now: float) -> str | None:
-        """Starts the process again after a growing pause; returns what happened, in words, when something did."""
+        """Restart the process after a growing pause if it has ended. Returns a sentence if something happened."""
         code = self.exit_code
         if code is None:
             return None
@@ -199,7 +198,7 @@ class Child:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
             try:
                 self.start()
-            except OSError as error:  # the others go on
+            except OSError as error:  # the other children keep running
                 self.restart_at = now + self.pause_s
                 return f"{self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
             self.restart_at = None
@@ -208,9 +207,9 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], timeout_s: float) -> None:
-    """Stop all workers at once, within so many seconds, then the controller: their last reports are for it.
+    """Stop all workers at once, then the controller, which receives their last reports. timeout_s: for each.
 
-    Whoever interrupts that wants an end: what is left is killed.
+    If this is interrupted, the remaining processes are killed.
     """
     workers = [child for child in children if child.kind != "controller"]
     try:
@@ -220,7 +219,7 @@ def stop_all(children: Sequence[Child], timeout_s: float) -> None:
         for worker in workers:
             worker.wait_for_end(max(0.0, deadline - time.monotonic()))
         for child in children:
-            child.stop(timeout_s)  # the controller is all that is left
+            child.stop(timeout_s)  # only the controller is left
     finally:
         for child in children:
             child.stop(0.0)

@@ -40,6 +40,7 @@ def row_of(
         step.num_verified_tokens,
         step.draft_prefill_s,
         step.num_new_sequences,
+        step.num_unobserved_sequences,
         _text(step.evaluations) if step.evaluations else None,
         received_at,
     )

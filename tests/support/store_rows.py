@@ -56,6 +56,7 @@ REPORT = ReportRow(
     num_verified_tokens=12,
     draft_prefill_s=0.0,
     num_new_sequences=0,
+    num_unobserved_sequences=0,
     evaluations=None,
     received_at=NOW,
 )

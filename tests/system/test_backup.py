@@ -162,7 +162,7 @@ def test_a_damaged_backup_gets_advice_that_restore_can_follow(tmp_path, harm):
     backup = write_database(tmp_path / "backup.db")
     harm(backup)
     before = {file.name for file in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=r"backup\.db is damaged .*: take another copy") as no:
+    with pytest.raises(UserError, match=r"backup\.db is damaged .*: make another copy") as no:
         restore(backup, tmp_path / "s.db", overwrite=False)
     assert "--move-corrupt-aside" not in str(no.value)
     assert {file.name for file in tmp_path.iterdir()} == before

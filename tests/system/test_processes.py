@@ -62,7 +62,7 @@ def test_advice_of_a_child_is_for_who_cannot_give_it_a_flag(tmp_path):
     one = Child("controller", arguments, "127.0.0.1:1", tmp_path / "log")
     with pytest.raises(UserError, match="is damaged") as refused:
         died(one).wait_until_serving(30)
-    assert "start anew with SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE=1 in the environment" in str(refused.value)
+    assert "with SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE=1 in the environment" in str(refused.value)
     assert "--move-corrupt-aside" not in str(refused.value)
     assert "SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE=1" in (one.restart_if_dead(one.started_at) or "")
     check_environment(["SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE"], ["controller"], settings_of_verb)

@@ -48,7 +48,7 @@ def test_vllm_takes_what_is_written(parts):
 def test_tensorrt_llm_takes_what_is_written(parts):
     ranges = table_of(parts)
     if not ranges[0].length:
-        with pytest.raises(ValueError, match="drafts none"):
+        with pytest.raises(ValueError, match="drafts nothing"):
             WRITERS["tensorrt-llm"](ranges)
         return
     text, notes = WRITERS["tensorrt-llm"](ranges)
@@ -81,7 +81,7 @@ def test_llama_cpp_has_one_length_and_says_so():
 def test_export_writes_what_was_learned(tmp_path, capsys, table_format):
     database = write_database(tmp_path / "test.db")
     if table_format == "tensorrt-llm":  # which cannot say what this database says
-        with pytest.raises(UserError, match="drafts none"):
+        with pytest.raises(UserError, match="drafts nothing"):
             export(None, database, context="", table_format=table_format)
         return
     export(None, database, context="", table_format=table_format)

@@ -186,7 +186,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "folder.db").mkdir()
     os.mkfifo(tmp_path / "pipe.db")
     for name in ("folder.db", "pipe.db"):
-        with pytest.raises(StoreError, match=rf"{name} cannot be opened, it is a .*: name a file with --db"):
+        with pytest.raises(StoreError, match=rf"{name} cannot be opened because it is a .*: name a file with --db"):
             Store.open(tmp_path / name)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"file", "folder.db", "pipe.db"}, "a lock was left beside a folder that was given for a file"

@@ -24,6 +24,7 @@ from tests.support.store_rows import context, decision, estimate, moment, report
         ("ngram", [2]),
         ("num_drafted_sequences", [5]),  # of 4
         ("num_verified_tokens", [-1]),
+        ("num_unobserved_sequences", [-1, 4]),
         ("draft_prefill_s", [math.nan]),
         ("evaluations", ["[["]),
         ("class_histograms", ["{"]),
@@ -115,7 +116,7 @@ def test_two_workers_cannot_share_a_name(store):
 
 def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
     """Of four sequences two show what they accepted: one token each beside the target's own."""
-    reports = [report(1, accepted_histogram="[0,2,0]", num_accepted_tokens=2), report(2)]
+    reports = [report(1, num_accepted_tokens=2, num_unobserved_sequences=2), report(2)]
     [sums] = sums_by_arm(reports)
     assert (sums["num_steps"], sums["sum_tokens"]) == (2, 2.0 + 2.0)
 
