@@ -251,10 +251,10 @@ def in_lines(commands: list[str]) -> str:
 
 def program() -> str:
     """`speclen`, or the path of the executable if it is not on PATH."""
-    beside = Path(sys.executable).with_name("speclen")
-    if shutil.which("speclen") or not beside.exists():
+    path = Path(sys.executable).with_name("speclen")
+    if shutil.which("speclen") or not path.exists():
         return "speclen"
-    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def in_full(settings: dict[str, Any]) -> dict[str, Any]:

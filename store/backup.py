@@ -129,8 +129,8 @@ def unfinished(target: Path) -> Iterator[Path]:
 def move_into_place(unfinished: Path, target: Path) -> None:
     """Rename a file after its content is on disk, and wait until the new name is, too."""
     synchronise(unfinished)
-    for beside in files_of(target)[1:]:  # belong to the old content; SQLite would replay them into the new file
-        beside.unlink(missing_ok=True)
+    for companion in files_of(target)[1:]:  # belong to the old content; SQLite would replay them into the new file
+        companion.unlink(missing_ok=True)
     unfinished.replace(target)
     synchronise(target.parent)
 

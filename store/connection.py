@@ -107,11 +107,11 @@ def _opened_unlocked(path: Path, uri: str) -> Connection:
     In WAL mode SQLite needs a -shm file and cannot create one without write permission. If there is none, no program
     has the database open, and the file is complete unless a WAL was left behind.
     """
-    beside = {suffix: Path(os.path.realpath(path) + suffix) for suffix in ("-wal", "-shm")}
-    if size_or_zero(beside["-wal"]):
+    companions = {suffix: Path(os.path.realpath(path) + suffix) for suffix in ("-wal", "-shm")}
+    if size_or_zero(companions["-wal"]):
         raise StoreError(
-            f"{path} cannot be read without write permission to its folder, because {beside['-wal'].name} holds its last "
-            "commits and there is no -shm file: copy both files to a folder of your own, and name that copy."
+            f"{path} cannot be read without write permission to its folder, because {companions['-wal'].name} holds its "
+            "last commits and there is no -shm file: copy both files to a folder of your own, and name that copy."
         )
     return sqlite3.connect(f"{uri}&immutable=1", uri=True, factory=UnlockedConnection)
 
@@ -149,7 +149,7 @@ def checking(path: Path, advice: str = START_OVER) -> Iterator[Connection]:
     SQLite skips CHECK constraints on read-only connections, so this one is writable but restricted to queries. A writable
     connection that is closed last would checkpoint and delete the WAL, so a reader stays open longer.
     """
-    beside = os.path.exists(os.path.realpath(path) + "-wal")
+    has_wal = os.path.exists(os.path.realpath(path) + "-wal")
     reader, examiner = connect_reader(path, advice), None
     if isinstance(reader, UnlockedConnection):
         with contextlib.closing(reader):
@@ -165,7 +165,7 @@ def checking(path: Path, advice: str = START_OVER) -> Iterator[Connection]:
         examiner.row_factory = sqlite3.Row
         yield examiner
     finally:
-        for connection in (examiner, reader) if beside else (reader, examiner):
+        for connection in (examiner, reader) if has_wal else (reader, examiner):
             if connection is not None:
                 connection.close()
 

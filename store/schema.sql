@@ -1,21 +1,22 @@
--- The schema of a speclen database: run once on a new file. Another form needs another APPLICATION_ID in connection.py.
--- CHECKs keep nonsense out and leave room for rounding. A nullable text has to name NULL: json_valid(NULL) is 0 before
--- SQLite 3.41.
+-- The schema of a speclen database, executed once on a new file. Raise APPLICATION_ID in connection.py when it changes.
+-- CHECKs exclude implausible values and leave room for rounding. Nullable JSON must allow NULL explicitly: json_valid(NULL)
+-- is 0 before SQLite 3.41.
 -- Seconds end in _s, times that end in _at are seconds since 1970 (UTC), counts begin with num_. An arm is a speculation
--- length (tokens of the draft model) with or without n-grams; columns named arm say it in words.
+-- length (tokens of the draft model) with or without n-grams; columns named arm have it in words. A batch range is
+-- batch_min to batch_max; columns named batch_bucket have it as text.
 
 CREATE TABLE contexts (
-  -- What step times depend on.
+  -- Everything that step times depend on.
   context_id INTEGER PRIMARY KEY,
   target TEXT NOT NULL CHECK (target <> ''),
   draft TEXT NOT NULL,
   device TEXT NOT NULL CHECK (device <> ''),
   dtype TEXT NOT NULL CHECK (dtype <> ''),
-  engine_fingerprint TEXT NOT NULL,  -- digest of whatever else in the engine changes step times
+  engine_fingerprint TEXT NOT NULL,  -- digest of everything else in the engine that changes step times
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
-  ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),  -- 1: some of its workers can propose n-grams
-  decision_version INTEGER NOT NULL CHECK (decision_version >= 0),  -- grows with every change of any choice
+  ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),  -- 1: some of its workers support n-grams
+  decision_version INTEGER NOT NULL CHECK (decision_version >= 0),  -- grows with every change of an arm in use
   created_at REAL NOT NULL CHECK (created_at >= 0),
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
   context TEXT GENERATED ALWAYS AS (  -- its name in the views
@@ -25,7 +26,7 @@ CREATE TABLE contexts (
 ) STRICT;
 
 CREATE TABLE workers (
-  -- The newest incarnation (epoch) of every worker and how far its reports arrived.
+  -- The newest incarnation (epoch) of every worker, and how far its reports have arrived.
   worker_key INTEGER PRIMARY KEY,
   worker_id TEXT NOT NULL UNIQUE CHECK (length(worker_id) BETWEEN 1 AND 128),
   epoch INTEGER NOT NULL CHECK (epoch >= 0),
@@ -36,28 +37,28 @@ CREATE TABLE workers (
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
   applied_seq INTEGER NOT NULL CHECK (applied_seq >= 0),  -- reports of this epoch up to here are in the estimates
-  missing_ranges TEXT NOT NULL CHECK (json_valid(missing_ranges)),  -- [[first, last], ...] below applied_seq: not seen
-  num_reports INTEGER NOT NULL CHECK (num_reports >= 0),  -- learned from, all epochs together
-  num_repeated INTEGER NOT NULL CHECK (num_repeated >= 0),  -- recognised as repetitions and ignored
+  missing_ranges TEXT NOT NULL CHECK (json_valid(missing_ranges)),  -- [[first, last], ...] below applied_seq: not arrived
+  num_reports INTEGER NOT NULL CHECK (num_reports >= 0),  -- learned from, over all epochs
+  num_repeated INTEGER NOT NULL CHECK (num_repeated >= 0),  -- duplicates, ignored
   num_missing INTEGER NOT NULL CHECK (num_missing >= 0),  -- skipped by gaps in seq
-  num_refused INTEGER NOT NULL CHECK (num_refused >= 0),  -- not plausible
+  num_refused INTEGER NOT NULL CHECK (num_refused >= 0),  -- implausible
   registered_at REAL NOT NULL CHECK (registered_at >= 0),
   last_seen_at REAL NOT NULL CHECK (last_seen_at >= 0)
 ) STRICT;
 
 CREATE TABLE profiles (
-  -- Offline profiles, as imported.
+  -- Imported offline profiles.
   profile_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   source TEXT NOT NULL,
   survival TEXT NOT NULL CHECK (json_valid(survival)),  -- entry i: P(draft tokens 0..i all accepted)
-  num_survival_rows TEXT NOT NULL CHECK (json_valid(num_survival_rows)),  -- evidence for each entry
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  num_survival_rows TEXT NOT NULL CHECK (json_valid(num_survival_rows)),  -- samples behind each entry
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it
   imported_at REAL NOT NULL CHECK (imported_at >= 0)
 ) STRICT;
 
 CREATE TABLE profile_cells (
-  -- Mean step time by batch size and length, as measured for a profile, without n-grams.
+  -- Mean step time by batch size and speculation length of a profile, without n-grams.
   profile_id INTEGER NOT NULL REFERENCES profiles,
   batch_size INTEGER NOT NULL CHECK (batch_size BETWEEN 1 AND 4096),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
@@ -69,17 +70,17 @@ CREATE TABLE profile_cells (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE acceptance (
-  -- Survival per draft position of a context.
+  -- Survival by draft position, for every context.
   context_id INTEGER NOT NULL REFERENCES contexts,
   position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
   survival REAL NOT NULL CHECK (survival >= 0 AND survival < 1.001),  -- P(positions 1..position all accepted)
-  num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e300),  -- evidence, after forgetting
+  num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e300),  -- effective sample size, after forgetting
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
   PRIMARY KEY (context_id, position)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE arm_estimates (
-  -- The estimate of each arm at each range of batch sizes of a context. The view learned_table is made for reading.
+  -- The estimate of every cell (arm at a batch range) of a context. For reading, use the view learned_table.
   context_id INTEGER NOT NULL REFERENCES contexts,
   batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
@@ -89,8 +90,8 @@ CREATE TABLE arm_estimates (
   expected_tokens REAL NOT NULL CHECK (expected_tokens > 0.9 AND expected_tokens < 66),  -- per sequence and step, bonus included
   ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
   ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e200),
-  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples ever
-  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- mean of the newest; NULL without any
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- usable samples, without forgetting
+  observed_step_s REAL CHECK (observed_step_s > 0 AND observed_step_s < 1e200),  -- mean of the newest samples; NULL: none
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
@@ -98,7 +99,7 @@ CREATE TABLE arm_estimates (
     WHEN NOT ngram THEN CASE speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || speculation_length END
     ELSE 'n-gram' || CASE speculation_length WHEN 0 THEN '' ELSE ' else draft ' || speculation_length END END),
   ms_per_token REAL GENERATED ALWAYS AS (1000 * step_s / expected_tokens),  -- per sequence
-  half_width REAL GENERATED ALWAYS AS ((ms_per_token_high - ms_per_token_low) / 2 / ms_per_token),  -- of the interval, relative
+  half_width REAL GENERATED ALWAYS AS ((ms_per_token_high - ms_per_token_low) / 2 / ms_per_token),  -- of the interval, relative to ms_per_token
   PRIMARY KEY (context_id, batch_min, speculation_length, ngram)
 ) STRICT, WITHOUT ROWID;
 
@@ -110,20 +111,20 @@ CREATE TABLE learned_states (
 ) STRICT;
 
 CREATE TABLE decisions (
-  -- Every change of the arm in use.
+  -- Every change of an arm in use.
   decision_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
-  previous_speculation_length INTEGER CHECK (previous_speculation_length BETWEEN 0 AND 64),  -- NULL: the first choice
+  previous_speculation_length INTEGER CHECK (previous_speculation_length BETWEEN 0 AND 64),  -- NULL: the first arm
   previous_ngram INTEGER CHECK (previous_ngram IN (0, 1)),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
   previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e200),
-  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e200),  -- both estimates are of the same moment
+  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e200),  -- both estimates are from the same moment
   reason TEXT NOT NULL,
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it
   decided_at REAL NOT NULL CHECK (decided_at >= 0),
   previous_arm TEXT GENERATED ALWAYS AS (CASE
     WHEN NOT previous_ngram
@@ -138,7 +139,7 @@ CREATE TABLE decisions (
 CREATE INDEX decisions_of_context ON decisions (context_id, decision_id, batch_min, batch_max);
 
 CREATE TABLE trials (
-  -- Measured comparisons of the learned arm with the baseline's: blocks of steps of one worker, one beside the other.
+  -- Measured comparisons of the learned arm with the baseline's: neighbouring blocks of steps of one worker.
   trial_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   worker_key INTEGER NOT NULL REFERENCES workers,
@@ -152,49 +153,49 @@ CREATE TABLE trials (
   learned_sequences REAL NOT NULL CHECK (learned_sequences > 0 AND learned_sequences < 1e12),  -- summed over these steps
   baseline_tokens REAL NOT NULL CHECK (baseline_tokens > 0 AND baseline_tokens < 1e12),
   baseline_sequences REAL NOT NULL CHECK (baseline_sequences > 0 AND baseline_sequences < 1e12),
-  log_tokens REAL CHECK (abs(log_tokens) < 50),  -- of tokens per step, from pooled acceptance; NULL: only these sums tell it
+  log_tokens REAL CHECK (abs(log_tokens) < 50),  -- of tokens per step, from pooled acceptance; NULL: use these sums
   log_tokens_stderr REAL NOT NULL CHECK (log_tokens_stderr >= 0 AND log_tokens_stderr < 50),
   gain REAL NOT NULL CHECK (gain > 0 AND gain < 1e30),  -- tokens per second of the learned arm / of the baseline's, of this trial
   lost_s REAL NOT NULL CHECK (lost_s >= 0 AND lost_s < 1e9),  -- seconds that the trial is expected to have cost
-  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- at these batch sizes since the trial before
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- at these batch sizes since the previous trial
   is_baseline_used INTEGER NOT NULL CHECK (is_baseline_used IN (0, 1)),  -- 1: the learned arm was tried
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it ended
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it ended
   ended_at REAL NOT NULL CHECK (ended_at >= 0)
 ) STRICT;
 
 CREATE INDEX trials_by_time ON trials (ended_at);
 
 CREATE TABLE holds (
-  -- Arms that a person holds at ranges of batch sizes, whatever is learned.
+  -- Arms that a person holds at batch ranges, whatever is learned.
   context_id INTEGER PRIMARY KEY REFERENCES contexts,
   holds TEXT NOT NULL CHECK (json_valid(holds)),  -- [[batch_min, batch_max, arm], ...]; null for the baseline's arms
   held_at REAL NOT NULL CHECK (held_at >= 0)
 ) STRICT;
 
 CREATE TABLE step_reports (
-  -- Raw reports in the order in which they were learned from; only the newest are kept. No index but this key: the
-  -- high-water mark in workers keeps repetitions out, and every further index would slow each report down.
+  -- Raw reports in the order in which they were processed; only the newest are kept. This key is the only index: the
+  -- high-water mark in workers excludes duplicates, and every further index would slow down each insert.
   report_id INTEGER PRIMARY KEY,
-  group_id INTEGER NOT NULL CHECK (group_id >= 1),  -- reports learned from in one call share it
+  group_id INTEGER NOT NULL CHECK (group_id >= 1),  -- reports processed in one call share it
   context_id INTEGER NOT NULL REFERENCES contexts,
   worker_key INTEGER NOT NULL REFERENCES workers,
   epoch INTEGER NOT NULL CHECK (epoch >= 0),
   seq INTEGER NOT NULL CHECK (seq >= 1),
   batch_size INTEGER NOT NULL CHECK (batch_size BETWEEN 1 AND 4096),  -- sequences that decoded
-  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),  -- with ngram: the arm that was run
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),  -- with ngram: the arm of the step
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
   latency_s REAL NOT NULL CHECK (latency_s > 0 AND latency_s <= 3600),  -- wall time of the whole step
   accepted_histogram TEXT NOT NULL CHECK (json_valid(accepted_histogram)),  -- entry j: sequences that accepted exactly j
   num_accepted_tokens INTEGER NOT NULL CHECK (num_accepted_tokens BETWEEN 0 AND batch_size * max(speculation_length, 8 * ngram)),
   mean_context_length REAL NOT NULL CHECK (mean_context_length >= 0 AND mean_context_length < 1e9),
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
-  flags TEXT NOT NULL,  -- why the step is no usable sample ('prefill catch_up'), empty for an ordinary one
-  probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
+  flags TEXT NOT NULL,  -- reasons why the step is not a usable sample ('prefill catch_up'); empty: it is one
+  probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the arm came from the table
   class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)),  -- {"greedy": [...], ...}; NULL: all are greedy
   num_drafted_sequences INTEGER NOT NULL CHECK (num_drafted_sequences BETWEEN 0 AND batch_size),
   num_verified_tokens INTEGER NOT NULL CHECK (num_verified_tokens BETWEEN 0 AND batch_size * 65),
   draft_prefill_s REAL NOT NULL CHECK (draft_prefill_s BETWEEN 0 AND 1e6),  -- since the previous report
-  num_new_sequences INTEGER NOT NULL CHECK (num_new_sequences >= 0),  -- admitted as the step began
+  num_new_sequences INTEGER NOT NULL CHECK (num_new_sequences >= 0),  -- admitted when the step began
   num_unobserved_sequences INTEGER NOT NULL  -- not in the histogram
     CHECK (num_unobserved_sequences >= 0 AND num_unobserved_sequences < batch_size),
   -- [[class, num_output_tokens, num_tokens, [steps], [drafted], [verified]], ...]; NULL: none
@@ -206,7 +207,7 @@ CREATE TABLE step_reports (
 ) STRICT;
 
 CREATE TABLE prediction_windows (
-  -- Predicted against observed, by minute: the estimates stored before each commit beside the commit's usable samples.
+  -- Predicted against observed times, by minute: the usable samples of each commit and the estimates stored before it.
   context_id INTEGER NOT NULL REFERENCES contexts,
   window_start INTEGER NOT NULL CHECK (window_start >= 0),  -- a whole minute, seconds since 1970, UTC
   batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
@@ -222,31 +223,30 @@ CREATE TABLE prediction_windows (
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE context_limits (
-  -- The limits of every context when it was made and each time it was widened: a replay widens it there, too.
+  -- The limits of every context when it was created and each time it was widened, for replays.
   context_limits_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it
   added_at REAL NOT NULL CHECK (added_at >= 0)
 ) STRICT;
 
 CREATE TABLE store_events (
-  -- Losses: raw rows dropped while the disk was full (reports_dropped), rows that broke a rule of this schema
-  -- (rows_refused), stored states that could not be used (state_set_aside), commits that were acknowledged as durable and
-  -- are not in the file (commits_missing).
+  -- Losses: raw rows dropped while the disk was full (reports_dropped), rows that violated this schema (rows_refused),
+  -- stored states that could not be used (state_set_aside), commits that were acknowledged as durable and are missing from
+  -- the file (commits_missing).
   store_event_id INTEGER PRIMARY KEY,
   kind TEXT NOT NULL CHECK (kind IN ('reports_dropped', 'rows_refused', 'state_set_aside', 'commits_missing')),
   num_rows INTEGER NOT NULL CHECK (num_rows >= 1),
   detail TEXT NOT NULL,
   happened_at REAL NOT NULL CHECK (happened_at >= 0),
-  content BLOB  -- of a state that was set aside
+  content BLOB  -- the state that was set aside
 ) STRICT;
 
 CREATE TABLE drift_events (
-  -- Part of what was learned was forgotten: a change was detected, an internal error reset a context, or a worker was
-  -- isolated from the others.
+  -- A change of acceptance was detected, an internal error reset a context, or a worker was isolated from the others.
   drift_event_id INTEGER PRIMARY KEY,
   context_id INTEGER NOT NULL REFERENCES contexts,
   factor TEXT NOT NULL CHECK (factor IN ('acceptance', 'worker', 'reset')),
@@ -257,7 +257,7 @@ CREATE TABLE drift_events (
 ) STRICT;
 
 CREATE VIEW learned_table AS
--- One row per context, range of batch sizes and arm: all that was learned, readable without a join.
+-- One row per context, batch range and arm: everything that was learned, readable without a join.
 SELECT
   x.context,
   CASE a.batch_min WHEN a.batch_max THEN '' || a.batch_min ELSE a.batch_min || '-' || a.batch_max END AS batch_bucket,
@@ -277,10 +277,10 @@ SELECT
   a.source,
   a.is_best,
   strftime('%Y-%m-%d %H:%M:%f', a.updated_at, 'unixepoch') AS updated_at,
-  1000 * a.observed_step_s AS observed_step_ms,  -- mean of the newest usable samples; NULL without any
+  1000 * a.observed_step_s AS observed_step_ms,  -- mean of the newest usable samples; NULL: none
   a.context_id,  -- as `speclen explain --context` takes it
-  -- 1: within 5% of the arm in use, and the evidence cannot tell them apart. Every interval holds the uncertainty of the
-  -- machine's speed, which all arms of a context share; the rest is that of the difference from the arm in use.
+  -- 1: within 5% of the arm in use, and the samples cannot tell them apart. Every interval includes the uncertainty of the
+  -- level, which all arms of a context share; the rest is the uncertainty of the difference from the arm in use.
   a.is_best OR coalesce(abs(a.ms_per_token / best.ms_per_token - 1) <= 0.05
     AND (a.ms_per_token / best.ms_per_token - 1) * (a.ms_per_token / best.ms_per_token - 1)
       <= a.half_width * a.half_width - speed.half_width * speed.half_width, 0)
@@ -294,7 +294,7 @@ LEFT JOIN arm_estimates AS plain ON plain.context_id = a.context_id AND plain.ba
 ORDER BY a.context_id, a.batch_min, a.ngram, a.speculation_length;
 
 CREATE VIEW current_choice AS
--- One row per context and range of batch sizes: the arm in use, its gain over plain decoding, and the newest reason.
+-- One row per context and batch range: the arm in use, its speedup over plain decoding, and the newest reason.
 SELECT
   t.context,
   t.batch_bucket,
@@ -322,10 +322,9 @@ WHERE t.is_best
 ORDER BY t.context_id, t.batch_min;
 
 CREATE VIEW choices AS
--- The learned table for people: one row per context and range of batch sizes with one arm in use, or with arms that the
--- evidence cannot tell apart from it. Its arm is that of the size with the most samples. Within a range the speedup differs
--- by at most a quarter, and ms per token by half. Figures are means over the range's sizes, weighted by the samples of all
--- arms there; sizes never run count for nothing where others were.
+-- The learned table for people: neighbouring batch ranges with the same arm in use, or with equal arms, merged into one row.
+-- The arm shown is that of the batch range with the most samples. Within a row the speedup differs by at most a quarter, and
+-- ms per token by half. Figures are means over the merged ranges, weighted by the samples of all arms in each.
 WITH RECURSIVE
 sizes AS (
   SELECT b.*, row_number() OVER (PARTITION BY b.context_id ORDER BY b.batch_min) AS place, seen.num_seen
@@ -334,7 +333,7 @@ sizes AS (
     USING (context_id, batch_min)
   WHERE b.is_best
 ),
-walk AS (  -- from the smallest size up; a range goes on while the arm of its first size equals the one in use
+walk AS (  -- from the smallest size up; a row extends while the arm at its first size equals the one in use
   SELECT context_id, place, place AS first FROM sizes WHERE place = 1
   UNION ALL
   SELECT s.context_id, s.place, iif(e.is_equal AND e.ms_per_token BETWEEN f.ms_per_token / 1.5 AND f.ms_per_token * 1.5
@@ -344,7 +343,7 @@ walk AS (  -- from the smallest size up; a range goes on while the arm of its fi
   JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place + 1
   LEFT JOIN learned_table AS e ON e.context_id = w.context_id AND e.batch_min = s.batch_min AND e.arm = f.arm
 ),
-most AS (  -- the arm in use where a range has the most samples
+most AS (  -- the arm in use where a row has the most samples
   SELECT w.context_id, w.first, s.arm,
     row_number() OVER (PARTITION BY w.context_id, w.first ORDER BY s.num_seen DESC, s.place) AS number
   FROM walk AS w JOIN sizes AS s ON s.context_id = w.context_id AND s.place = w.place
@@ -392,9 +391,9 @@ SELECT
   ms_per_token_low,  -- 95% interval
   ms_per_token_high,
   speedup,  -- times faster than plain decoding
-  num_steps,  -- usable samples at these batch sizes, of all arms: the figures rest on them
-  strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest of them
-  shorter AS shorter_ms_per_token,  -- of the arm with one draft token less; NULL: none
+  num_steps,  -- usable samples at these batch sizes, of all arms
+  strftime('%Y-%m-%d %H:%M', last_step, 'unixepoch') AS last_step_at,  -- minute of the newest sample
+  shorter AS shorter_ms_per_token,  -- the arm with one draft token less; NULL: none
   longer AS longer_ms_per_token,  -- with one more
   updated_at,
   context
@@ -402,7 +401,7 @@ FROM ranges AS r
 ORDER BY context_id, batch_min;
 
 CREATE VIEW decision_history AS
--- Every change of a choice, newest first, with both estimates of that moment.
+-- Every change of an arm in use, newest first, with both estimates of that moment.
 SELECT
   strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
   x.context,
@@ -423,7 +422,7 @@ FROM decisions AS d JOIN contexts AS x USING (context_id)
 ORDER BY d.decision_id DESC;
 
 CREATE VIEW gain AS
--- By hour and range of batch sizes (1, 2, 3-4, 5-8, ...): learned arms beside the baseline. `speclen gain` has intervals.
+-- By hour and batch range (1, 2, 3-4, 5-8, ...): learned arms compared with the baseline. `speclen gain` has intervals.
 WITH
 bounds(batch_min, batch_max) AS (
   SELECT 1, 1 UNION ALL SELECT batch_max + 1, 2 * batch_max FROM bounds WHERE batch_max < 4096),
@@ -446,14 +445,14 @@ SELECT
   s.batch_max,
   (s.mean + s.harmonic_mean) / 2 AS gain,  -- tokens per second of the learned arms / of the baseline
   s.num_trials,
-  s.num_with_baseline_used,  -- trials of the learned arm while the baseline was in use
-  s.num_steps,  -- steps at these batch sizes, those of trials included
+  s.num_with_baseline_used,  -- trials during which the baseline was in use
+  s.num_steps,  -- steps at these batch sizes, including those of trials
   s.lost_s  -- seconds that the trials are expected to have cost
 FROM sums AS s JOIN contexts AS x USING (context_id)
 ORDER BY s.hour_start, s.context_id, s.batch_min;
 
 CREATE VIEW worker_health AS
--- One row per worker: how long it has been silent, how far its reports are on disk, and what was lost on the way.
+-- One row per worker: time since its last message, how far its reports are on disk, and what was lost.
 SELECT
   w.worker_id,
   CASE
@@ -477,7 +476,7 @@ FROM workers AS w JOIN contexts AS x USING (context_id)
 ORDER BY w.last_seen_at DESC;
 
 CREATE VIEW prediction_error AS
--- By minute and range of batch sizes: ms per token, predicted for the steps of that minute and observed.
+-- By minute and batch range: predicted and observed ms per token of the steps of that minute.
 SELECT
   strftime('%Y-%m-%d %H:%M', w.window_start, 'unixepoch') AS minute,
   x.context,
@@ -489,7 +488,7 @@ SELECT
   1000 * sum(w.sum_step_s) / sum(w.sum_tokens) AS observed_ms_per_token,
   100 * ((sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens)) / (sum(w.sum_step_s) / sum(w.sum_tokens)) - 1)
     AS error_percent,  -- above 0: faster than predicted
-  w.window_start  -- the minute in seconds since 1970: WHERE window_start > ... is quick however much there is
+  w.window_start  -- the minute in seconds since 1970; filtering by it is fast
 FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
 GROUP BY w.window_start, w.context_id, w.batch_min
 ORDER BY w.window_start, w.context_id, w.batch_min;

@@ -1,7 +1,7 @@
-"""The values that worker, protocol, controller, store and benchmarks share: one type for each concept.
+"""The values that worker, protocol, controller, store and benchmarks share, with one type for each concept.
 
-Plain values without I/O: no torch, no gRPC, no SQL. Fields are named like the messages of `control.proto` and the
-columns of the database, so that conversions are mechanical.
+Plain values without I/O: no torch, no gRPC, no SQL. Fields have the names of the messages in `control.proto` and of the
+database's columns, so that conversions are mechanical.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ARM = re.compile(r"\s*(?:(?P<plain>plain)|(?P<ngram>n-gram)(?:\s+else\s+draft\s
 
 
 class Arm(NamedTuple):
-    """The drafting of one step, the thing that is selected.
+    """What a step drafts; the controller selects one for each batch size.
 
-    speculation_length: tokens of the draft model per sequence, 0 to 64. ngram: sequences with an n-gram match propose the
-    tokens that followed it instead, and the draft model drafts for the others alone.
+    speculation_length: tokens that the draft model drafts per sequence, 0 to 64. ngram: sequences with an n-gram match
+    propose the tokens that followed it instead, and the draft model drafts only for the others.
     """
 
     speculation_length: int = 0
@@ -37,11 +37,11 @@ class Arm(NamedTuple):
         return max(self.speculation_length, NGRAM_MAX_TOKENS if self.ngram else 0)
 
     def within(self, limits: Limits) -> Arm:
-        """The arm, or the nearest one that a worker with these limits can run."""
+        """The arm, or the nearest one within these limits."""
         return Arm(min(self.speculation_length, limits.max_speculation_length), self.ngram and limits.ngram)
 
     def __str__(self) -> str:
-        """Words that `parse_arm` reads: `plain`, `draft 3`, `n-gram`, `n-gram else draft 3`."""
+        """The arm in words: `plain`, `draft 3`, `n-gram`, or `n-gram else draft 3`. `parse_arm` reads them."""
         if not self.ngram:
             return f"draft {self.speculation_length}" if self.speculation_length else "plain"
         return f"n-gram else draft {self.speculation_length}" if self.speculation_length else "n-gram"
@@ -51,7 +51,7 @@ PLAIN = Arm()
 
 
 def parse_arm(text: str) -> Arm:
-    """The arm that `str` writes. Raises ValueError naming the words."""
+    """Parse the words that `str` writes. Raises ValueError quoting them."""
     found = _ARM.fullmatch(text)
     length = int(found["drafted"] or found["more"] or 0) if found else 0
     if found is None or length > MAX_SPECULATION_LENGTH:
@@ -61,7 +61,7 @@ def parse_arm(text: str) -> Arm:
 
 
 class Limits(NamedTuple):
-    """Largest batch size and speculation length of a worker, and whether it can propose n-grams."""
+    """Largest batch size and speculation length of a worker, and whether it supports n-grams."""
 
     max_batch_size: int = 32
     max_speculation_length: int = 8
@@ -73,13 +73,13 @@ class Limits(NamedTuple):
         return Limits(max(self.max_batch_size, other.max_batch_size), length, self.ngram or other.ngram)
 
     def arms(self) -> list[Arm]:
-        """Every arm within the limits: lengths first, then the same with n-grams."""
+        """Every arm within the limits: first without n-grams, then with."""
         kinds = (False, True) if self.ngram else (False,)
         return [Arm(length, ngram) for ngram in kinds for length in range(self.max_speculation_length + 1)]
 
 
 class ContextKey(NamedTuple):
-    """Identity of the hardware and models that step times depend on; `pair`: the models alone."""
+    """Everything that step times depend on. `pair`: the models alone."""
 
     target: str
     draft: str
@@ -93,13 +93,13 @@ class ContextKey(NamedTuple):
         return (self.target, self.draft)
 
     def __str__(self) -> str:
-        """One line, as the database's views name a context."""
+        """The name of the context, as in the database's views."""
         engine = f" [{self.engine_fingerprint}]" if self.engine_fingerprint else ""
         return f"{self.target} + {self.draft} on {self.device}, {self.dtype}{engine}"
 
 
 class RequestClass(enum.IntEnum):
-    """Kinds of requests whose drafts differ most in acceptance. Values are places in arrays; the wire adds 1."""
+    """Kinds of requests that differ most in acceptance. Values are indices of arrays; the protocol adds 1."""
 
     GREEDY = 0
     LOW_TEMPERATURE = 1  # up to 0.75
@@ -110,34 +110,34 @@ NUM_CLASSES = len(RequestClass)
 
 
 class StepFlag(enum.Enum):
-    """Reasons for which a step is no usable sample of something; the same names as in control.proto.
+    """Reasons for which a step is not a usable sample, with the names of control.proto.
 
-    Times of flagged steps are not learned from. Accepted tokens are, but for MIXED_LENGTHS and UNKNOWN.
+    The time of a flagged step is not learned from. Its accepted tokens are, except with MIXED_LENGTHS and UNKNOWN.
     """
 
-    FIRST_USE = "first_use"  # of a shape: allocation, autotuning
-    COMPILATION = "compilation"  # or a CUDA-graph capture
-    PREFILL = "prefill"  # in the same interval
-    CATCH_UP = "catch_up"  # of the draft model, after steps without it
-    MIXED_LENGTHS = "mixed_lengths"  # a request asked for a length of its own
-    CHANGED_ARM = "changed_arm"  # another arm than in the step before, where that takes longer or overlaps
-    OVERLAP = "overlap"  # with steps that differ from it: the time between two results is not that of one step
-    UNKNOWN = "unknown"  # from a newer worker
+    FIRST_USE = "first_use"  # first use of a shape: allocation, autotuning
+    COMPILATION = "compilation"  # compilation or CUDA-graph capture
+    PREFILL = "prefill"  # prefill in the same interval
+    CATCH_UP = "catch_up"  # the draft model processed tokens of steps without it
+    MIXED_LENGTHS = "mixed_lengths"  # a request set its own length
+    CHANGED_ARM = "changed_arm"  # the arm changed, on an engine where steps overlap or a change takes time
+    OVERLAP = "overlap"  # overlapping steps differ: the time between two results is not the time of one step
+    UNKNOWN = "unknown"  # a flag of a newer worker
 
 
 def num_tokens_of(accepted_histogram: Sequence[int]) -> int:
-    """Tokens that the sequences of a histogram generated, the bonus tokens included."""
+    """Tokens generated by the sequences of a histogram, bonus tokens included."""
     return sum(map(mul, accepted_histogram, count(1)))
 
 
 class OutputEvaluation(NamedTuple):
     """Steps that every arm would have taken through one finished output (off-policy evaluation).
 
-    Outputs do not depend on the drafting, so one output tells this for all arms at once.
-    num_output_tokens: of the whole output but its first token, which comes with the prefill. num_tokens: those that were
-    evaluated, a contiguous part where not all. Three lists by arm, in the order of `Limits.arms` of the worker, or of plain
-    decoding and n-grams alone: num_steps; num_drafted_steps: steps for which the draft model drafted; num_verified_tokens:
-    tokens that the target verified, the pending token of each step included.
+    The output does not depend on what was drafted, so one output evaluates all arms.
+    num_output_tokens: tokens of the whole output except the first, which comes with the prefill. num_tokens: evaluated
+    tokens, all or a contiguous part. The three lists are indexed by arm, in the order of the worker's `Limits.arms`, or are
+    for plain decoding and n-grams alone. num_steps; num_drafted_steps: steps for which the draft model drafted;
+    num_verified_tokens: tokens that the target verified, including the pending token of each step.
     """
 
     request_class: int
@@ -151,16 +151,16 @@ class OutputEvaluation(NamedTuple):
 class StepRecord(NamedTuple):
     """One decoding step of a batch, as reported, stored and learned from.
 
-    seq: 1, 2, 3, ... within an incarnation of a worker. batch_size: sequences that decoded. arm: what was run; plain where
-    no sequence could speculate. latency_s: wall time of the whole step. accepted_histogram[j]: sequences of which j
-    proposed tokens were accepted, summing to batch_size, or less where sequences do not show it. mean_context_length:
-    tokens held per sequence before the step.
-    decision_version: of the table that selected the arm, 0 for none. flags: see StepFlag. probe_id: 0 for none.
-    class_histograms: (class, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where all
-    are greedy. num_drafted_sequences: sequences for which the draft model drafted; num_verified_tokens: tokens that the
-    target was given. draft_prefill_s: seconds of draft-model prefill since the previous step. num_new_sequences: admitted
-    as the step began. evaluations: of outputs that ended in it, some of them. elapsed_s: wall time since the result of the
-    step before, for engines whose latency_s is another clock's; 0 if it is latency_s, or if the engine was idle between.
+    seq: 1, 2, 3, ... within an incarnation of a worker. batch_size: sequences that decoded. arm: the arm that ran; plain if
+    no sequence could speculate. latency_s: wall time of the whole step. accepted_histogram[j]: number of sequences that
+    accepted exactly j proposed tokens; the sum is batch_size without unobserved sequences. mean_context_length: mean number
+    of tokens held per sequence before the step.
+    decision_version: of the table that selected the arm; 0: none. flags: see StepFlag. probe_id: 0: none.
+    class_histograms: pairs of a class in the batch and its histogram, adding up to accepted_histogram; empty if all
+    sequences are greedy. num_drafted_sequences: sequences for which the draft model drafted. num_verified_tokens: tokens
+    that the target processed. draft_prefill_s: seconds of draft-model prefill since the previous step. num_new_sequences:
+    sequences admitted when the step began. evaluations: of some of the outputs that ended in the step. elapsed_s: wall time
+    since the previous result, for engines whose latency_s uses another clock; 0: latency_s, or the engine was idle.
     """
 
     seq: int
@@ -182,27 +182,27 @@ class StepRecord(NamedTuple):
 
     @property
     def wall_s(self) -> float:
-        """Wall time between the results of the step before and of this one; the step's own time where that is unknown."""
+        """Wall time since the result of the previous step, or the step's own time if that is unknown."""
         return self.elapsed_s or self.latency_s
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the sequences of the histogram generated."""
+        """Tokens generated by the sequences of the histogram."""
         return num_tokens_of(self.accepted_histogram)
 
     @property
     def num_unobserved_sequences(self) -> int:
-        """Sequences that do not show what they accepted, and are not in the histogram."""
+        """Sequences whose accepted run is unknown; they are not in the histogram."""
         return self.batch_size - sum(self.accepted_histogram)
 
     @property
     def tokens_per_sequence(self) -> float:
-        """Mean of the generated tokens over the sequences of the histogram."""
+        """Mean number of generated tokens per sequence of the histogram."""
         return self.num_tokens / sum(self.accepted_histogram)
 
 
 class Choice(NamedTuple):
-    """The arm in use for batch sizes batch_min to batch_max. ms_per_token: expected, per sequence; None while unknown."""
+    """The arm in use at a batch range. ms_per_token: expected, per sequence; None while unknown."""
 
     batch_min: int
     batch_max: int
@@ -211,13 +211,13 @@ class Choice(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The arm in use for every batch size, ascending and without gaps. version grows with every change of any choice."""
+    """The arm in use at every batch size, ascending and without gaps. version: grows with every change of an arm."""
 
     version: int
     choices: tuple[Choice, ...]
 
     def arm_for(self, batch_size: int) -> Arm:
-        """Of the range that holds batch_size; of the last one beyond it."""
+        """Arm for batch_size; larger sizes use the last batch range."""
         for choice in self.choices:
             if batch_size <= choice.batch_max:
                 return choice.arm
@@ -225,9 +225,9 @@ class Table(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """An exploratory arm for num_steps consecutive steps of one worker at batch sizes batch_min to batch_max.
+    """An arm to run for num_steps consecutive steps of one worker at a batch range.
 
-    is_trial: it compares the learned arm with the baseline, and runs on in steps with prefill, which do not count.
+    is_trial: it belongs to a trial, and also runs in steps with prefill, which do not count.
     """
 
     probe_id: int
@@ -239,16 +239,16 @@ class Probe(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Arms that a person holds at a range of batch sizes. arm: None for those of each worker's baseline."""
+    """An arm that a person holds at a batch range. arm: None: the arms of each worker's baseline."""
 
     batch_min: int
     batch_max: int
     arm: Arm | None
 
     def reason_against(self, limits: Limits) -> str:
-        """The reason why a context with these limits cannot hold it, or ""."""
+        """The reason why a context with these limits cannot hold the arm, or ""."""
         if not 1 <= self.batch_min <= self.batch_max:
-            return f"the batch range {self.batch_min}-{self.batch_max} is not one: write the smaller size first, from 1"
+            return f"the batch range {self.batch_min}-{self.batch_max} is invalid: write the smaller size first, at least 1"
         if self.arm is not None and self.arm != self.arm.within(limits):
             return f"no worker of this context can run `{self.arm}`: its largest arm is `{limits.arms()[-1]}`"
         return ""
@@ -258,10 +258,10 @@ class Trial(NamedTuple):
     """A measured comparison of the learned arm with the baseline's at about one batch size.
 
     log_time: log of (step time of the learned arm / of the baseline's), by the wall clock. learned_tokens,
-    learned_sequences: generated tokens and sequences, summed over the counted steps of that side. log_tokens: log of the
-    ratio of tokens per step from pooled acceptance, with its standard error; None where only these sums tell it. lost_s:
-    seconds that the trial is expected to have cost. num_steps: steps at these batch sizes since the trial before.
-    is_baseline_used: True if the learned arm was tried while the baseline was in use.
+    learned_sequences: generated tokens and sequences, summed over the counted steps of the learned arm. log_tokens: log of
+    the ratio of tokens per step from pooled acceptance, with its standard error; None: use the sums. lost_s: expected cost
+    of the trial in seconds. num_steps: steps at these batch sizes since the previous trial. is_baseline_used: True if the
+    baseline was in use and the learned arm was tried.
     """
 
     batch_size: float
@@ -280,15 +280,15 @@ class Trial(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Tokens per second of the learned arm over those of the baseline, by this trial alone."""
+        """Tokens per second of the learned arm relative to the baseline, from this trial alone."""
         tokens = self.learned_tokens / self.learned_sequences * self.baseline_sequences / self.baseline_tokens
         return (tokens if self.log_tokens is None else math.exp(self.log_tokens)) * math.exp(-self.log_time)
 
 
 class Decision(NamedTuple):
-    """A change of the arm in use for a range of batch sizes, with both estimates of that moment and the reason.
+    """A change of the arm in use at a batch range, with both estimates of that moment and the reason.
 
-    previous_arm: None for the first one. isolated: it concerns workers only that were isolated from the others.
+    previous_arm: None for the first one. isolated: it concerns only workers that are isolated from the others.
     """
 
     context: ContextKey
@@ -304,7 +304,7 @@ class Decision(NamedTuple):
 
 
 class DriftEvent(NamedTuple):
-    """A change that was detected. factor: "acceptance", "worker" (isolated or rejoined), "reset"."""
+    """A detected change. factor: "acceptance", "worker" (isolated or rejoined) or "reset"."""
 
     context: ContextKey
     factor: str
@@ -313,11 +313,11 @@ class DriftEvent(NamedTuple):
 
 
 class ArmEstimate(NamedTuple):
-    """One row of the learned table: one arm at a range of batch sizes.
+    """One row of the learned table: the estimate of one cell.
 
-    expected_tokens: per sequence and step, the bonus token included. ms_per_token: per sequence, with a 95% interval.
-    num_steps: usable samples at these sizes, ever. observed_step_s: mean time of the newest; None without any.
-    source: "profile", "online", "both" or "prior". is_best: in use.
+    expected_tokens: per sequence and step, bonus token included. ms_per_token: per sequence, with a 95% interval.
+    num_steps: usable samples, without forgetting. observed_step_s: mean time of the newest samples; None without any.
+    source: "profile", "online", "both" or "prior". is_best: the arm is in use.
     """
 
     batch_min: int
@@ -348,7 +348,7 @@ class ProfileCell(NamedTuple):
 class Profile(NamedTuple):
     """An offline profile: step times of one context and survival of its pair.
 
-    survival[i]: probability that draft tokens 0..i are all accepted, non-increasing. num_survival_rows: evidence for each.
+    survival[i]: probability that draft tokens 0..i are all accepted, non-increasing. num_survival_rows: samples of each.
     """
 
     cells: tuple[ProfileCell, ...]

@@ -34,7 +34,7 @@ class _RequestClassEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Sampled at higher temperatures."""
 
 class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
-    """Kinds of requests whose drafts differ most in acceptance."""
+    """Kinds of requests that differ most in acceptance."""
 
 REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
 REQUEST_CLASS_GREEDY: RequestClass.ValueType  # 1
@@ -59,16 +59,16 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     STEP_FLAG_PREFILL: _StepFlag.ValueType  # 3
     """Prefill in the same interval."""
     STEP_FLAG_CATCH_UP: _StepFlag.ValueType  # 4
-    """The draft model caught up on tokens that it had missed."""
+    """The draft model processed tokens that it had missed."""
     STEP_FLAG_MIXED_LENGTHS: _StepFlag.ValueType  # 5
-    """Sequences used different lengths in one step (a request asked for its own)."""
+    """Sequences used different lengths in one step, because a request set its own."""
     STEP_FLAG_CHANGED_ARM: _StepFlag.ValueType  # 6
-    """Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
+    """The arm differs from that of the previous step, on an engine where steps overlap or a change takes time."""
     STEP_FLAG_OVERLAP: _StepFlag.ValueType  # 7
-    """Steps overlap, and those beside this one differ from it: the time between two results is not that of one step."""
+    """Overlapping steps differ from this one: the time between two results is not the time of one step."""
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
-    """Reasons for which a step is no usable sample."""
+    """Reasons for which a step is not a usable sample."""
 
 STEP_FLAG_UNSPECIFIED: StepFlag.ValueType  # 0
 STEP_FLAG_FIRST_USE: StepFlag.ValueType  # 1
@@ -78,18 +78,18 @@ STEP_FLAG_COMPILATION: StepFlag.ValueType  # 2
 STEP_FLAG_PREFILL: StepFlag.ValueType  # 3
 """Prefill in the same interval."""
 STEP_FLAG_CATCH_UP: StepFlag.ValueType  # 4
-"""The draft model caught up on tokens that it had missed."""
+"""The draft model processed tokens that it had missed."""
 STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
-"""Sequences used different lengths in one step (a request asked for its own)."""
+"""Sequences used different lengths in one step, because a request set its own."""
 STEP_FLAG_CHANGED_ARM: StepFlag.ValueType  # 6
-"""Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
+"""The arm differs from that of the previous step, on an engine where steps overlap or a change takes time."""
 STEP_FLAG_OVERLAP: StepFlag.ValueType  # 7
-"""Steps overlap, and those beside this one differ from it: the time between two results is not that of one step."""
+"""Overlapping steps differ from this one: the time between two results is not the time of one step."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
 class ServerIdentity(google.protobuf.message.Message):
-    """Identity of a server, so that nobody uses another system's server by mistake."""
+    """Identity of a server, so that no client uses another system's server by mistake."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -99,13 +99,13 @@ class ServerIdentity(google.protobuf.message.Message):
     PROCESS_ID_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     run_id: builtins.str
-    """Given by whoever started the server; empty when it was started by itself."""
+    """Set by the program that started the server; empty if it was started alone."""
     database: builtins.str
     """Absolute path of the controller's database on its host; empty for a worker."""
     host: builtins.str
     process_id: builtins.int
     version: builtins.str
-    """Of speclen."""
+    """Version of speclen."""
     def __init__(
         self,
         *,
@@ -121,7 +121,7 @@ Global___ServerIdentity: typing_extensions.TypeAlias = ServerIdentity
 
 @typing.final
 class ContextKey(google.protobuf.message.Message):
-    """Everything that step times depend on. A new context begins with the acceptance of its pair's best-known context."""
+    """Everything that step times depend on. A new context starts with the acceptance of the best-known context of its pair."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -138,7 +138,7 @@ class ContextKey(google.protobuf.message.Message):
     dtype: builtins.str
     """"float32", "bfloat16" or "float16"."""
     engine_fingerprint: builtins.str
-    """Digest of whatever else in the engine changes step times, for example thread count and attention path."""
+    """Digest of everything else in the engine that changes step times, for example thread count and attention path."""
     def __init__(
         self,
         *,
@@ -190,9 +190,9 @@ class WorkerLimits(google.protobuf.message.Message):
     ngram: builtins.bool
     """True if sequences can propose n-gram (prompt-lookup) tokens."""
     probe_steps: builtins.int
-    """Consecutive steps of a probe. 1 to 16; 0: 3. More where the first step of another arm is no usable sample of time."""
+    """Consecutive steps of a probe. 1 to 16; 0: 3. More if the first step of another arm is not a usable sample."""
     transition_steps: builtins.int
-    """Steps after a change of arm that are no samples of the arm: 0 to 8."""
+    """Steps after a change of arm that are not usable samples: 0 to 8."""
     def __init__(
         self,
         *,
@@ -208,8 +208,8 @@ Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
 
 @typing.final
 class BucketChoice(google.protobuf.message.Message):
-    """The arm in use for one range of batch sizes: how many tokens the draft model drafts per sequence, and whether sequences
-    with an n-gram match propose those tokens instead.
+    """The arm in use at one batch range: how many tokens the draft model drafts per sequence, and whether sequences with an
+    n-gram match propose those tokens instead.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -220,12 +220,12 @@ class BucketChoice(google.protobuf.message.Message):
     NGRAM_FIELD_NUMBER: builtins.int
     MS_PER_TOKEN_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
-    """Batch sizes batch_min to batch_max belong to the bucket, both included."""
+    """Smallest and largest batch size of the range."""
     batch_max: builtins.int
     speculation_length: builtins.int
     ngram: builtins.bool
     ms_per_token: builtins.float
-    """Expected milliseconds per generated token of a sequence; absent while nothing is known."""
+    """Expected milliseconds per generated token of a sequence; absent while unknown."""
     def __init__(
         self,
         *,
@@ -266,17 +266,17 @@ Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
 
 @typing.final
 class LengthTable(google.protobuf.message.Message):
-    """The arm in use for every batch size of a context, or of one worker that is isolated from the others."""
+    """The arm in use at every batch size, for a context, or for one worker that is isolated from the others."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
     decision_version: builtins.int
-    """Grows with every change of any choice. Workers quote it in their reports."""
+    """Grows with every change of an arm in use. Workers quote it in their reports."""
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
-        """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one bucket."""
+        """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one batch range."""
 
     def __init__(
         self,
@@ -290,9 +290,8 @@ Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 
 @typing.final
 class Probe(google.protobuf.message.Message):
-    """An exploratory arm for num_steps consecutive steps of one worker. It is never repeated: use it at the first steps whose
-    batch size is in the range and that have no prefill, and forget it when valid_for_s has passed since it was received. All
-    of its steps quote probe_id.
+    """An arm to run for num_steps consecutive steps of one worker. It is sent once: use it in the first steps whose batch size
+    is in the range and that have no prefill, and drop it valid_for_s after it was received. All of its steps quote probe_id.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -359,7 +358,7 @@ class StepReport(google.protobuf.message.Message):
     batch_size: builtins.int
     """Sequences decoding in this step; those in prefill are not counted. At least 1."""
     speculation_length: builtins.int
-    """Tokens that the draft model drafted per sequence that it drafted for."""
+    """Tokens that the draft model drafted for each of its sequences."""
     ngram: builtins.bool
     """True if sequences with a match proposed n-gram tokens."""
     latency_s: builtins.float
@@ -367,23 +366,23 @@ class StepReport(google.protobuf.message.Message):
     mean_context_length: builtins.float
     """Mean number of tokens held per sequence before the step."""
     decision_version: builtins.int
-    """decision_version of the table that selected the arm; 0 for none."""
+    """decision_version of the table that selected the arm; 0: none."""
     probe_id: builtins.int
-    """Probe that selected the arm; 0 for none."""
+    """Probe that selected the arm; 0: none."""
     num_drafted_sequences: builtins.int
     """Sequences for which the draft model drafted; absent: all if speculation_length is above 0."""
     num_verified_tokens: builtins.int
-    """Tokens that the target was given; absent: batch_size x (speculation_length + 1)."""
+    """Tokens that the target processed; absent: batch_size x (speculation_length + 1)."""
     draft_prefill_s: builtins.float
     """Seconds of draft-model prefill since the previous report."""
     num_new_sequences: builtins.int
-    """Sequences admitted as the step began, which wait for it with their first tokens."""
+    """Sequences admitted when the step began; their first tokens wait for it."""
     num_unobserved_sequences: builtins.int
-    """Sequences that do not show what they accepted: their request had ended when the result came, or a grammar forbade
-    draft tokens. Less than batch_size.
+    """Sequences whose accepted run is unknown: their request had ended when the result arrived, or a grammar forbade draft
+    tokens. Less than batch_size.
     """
     elapsed_s: builtins.float
-    """Wall time since the result of the step before, where latency_s is of another clock; 0: latency_s, or the engine was idle."""
+    """Wall time since the result of the previous step, if latency_s uses another clock; 0: latency_s, or the engine was idle."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry j: sequences of which exactly j proposed tokens were accepted. With num_unobserved_sequences it sums to batch_size.
@@ -401,7 +400,7 @@ class StepReport(google.protobuf.message.Message):
 
     @property
     def evaluations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputEvaluation]:
-        """Of some of the outputs that ended in this step."""
+        """Evaluations of some of the outputs that ended in this step."""
 
     def __init__(
         self,
@@ -436,9 +435,9 @@ Global___StepReport: typing_extensions.TypeAlias = StepReport
 
 @typing.final
 class OutputEvaluation(google.protobuf.message.Message):
-    """Steps that every arm would have taken through one finished output: outputs do not depend on the drafting.
-    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams; or plain
-    decoding and n-grams alone.
+    """Steps that every arm would have taken through one finished output, which does not depend on what was drafted.
+    The three lists are indexed by arm: lengths 0 to the worker's largest, then the same with n-grams if the worker supports
+    them; or plain decoding and n-grams alone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -451,7 +450,7 @@ class OutputEvaluation(google.protobuf.message.Message):
     NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
     request_class: Global___RequestClass.ValueType
     num_output_tokens: builtins.int
-    """Of the whole output but its first token."""
+    """Tokens of the whole output, except the first."""
     num_tokens: builtins.int
     """Evaluated tokens: all, or a contiguous part. At least 1."""
     @property
@@ -490,11 +489,11 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     BASELINE_FIELD_NUMBER: builtins.int
     address: builtins.str
-    """Where the worker's GenerationService listens, for people to find it."""
+    """Address of the worker's GenerationService, for people."""
     policy: builtins.str
-    """Use that the worker makes of the table: "adaptive" and "shadow" follow it (the latter gets its baseline), others do not."""
+    """"adaptive" and "shadow" workers follow the table (for "shadow" it contains the baseline); others do not."""
     run_id: builtins.str
-    """When set, a controller whose run_id is another one refuses the worker."""
+    """If set, a controller with another run_id refuses the worker."""
     @property
     def worker(self) -> Global___WorkerIdentity: ...
     @property
@@ -503,7 +502,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     def limits(self) -> Global___WorkerLimits: ...
     @property
     def baseline(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
-        """Arms that the worker would use without learning, ascending and without gaps. Empty: nothing is compared with them."""
+        """Arms that the worker would use without learning, ascending and without gaps. Empty: there are no trials."""
 
     def __init__(
         self,
@@ -530,7 +529,7 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     CONTROLLER_FIELD_NUMBER: builtins.int
     SAMPLE_EVERY_FIELD_NUMBER: builtins.int
     durable_seq: builtins.int
-    """Every report of this worker and epoch up to this seq is on disk; 0 for none."""
+    """Every report of this worker and epoch up to this seq is on disk; 0: none."""
     sample_every: builtins.int
     """As in StreamReportsResponse."""
     @property
@@ -582,10 +581,10 @@ class ReportStepResponse(google.protobuf.message.Message):
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
     NGRAM_FIELD_NUMBER: builtins.int
     speculation_length: builtins.int
-    """With ngram, the arm to use for the next step of the same batch size; a probe counts as handed out."""
+    """With ngram: the arm for the next step of the same batch size. A probe counts as sent."""
     decision_version: builtins.int
     probe_id: builtins.int
-    """Set when the length is exploratory: quote it in the next report."""
+    """Set if the arm is a probe: quote it in the next report."""
     applied_seq: builtins.int
     durable_seq: builtins.int
     ngram: builtins.bool
@@ -641,13 +640,13 @@ class StreamReportsResponse(google.protobuf.message.Message):
     LAST_REFUSAL_FIELD_NUMBER: builtins.int
     SAMPLE_EVERY_FIELD_NUMBER: builtins.int
     applied_seq: builtins.int
-    """Highest seq that arrived. Each report that did has been taken, refused, or recognised as a repetition."""
+    """Highest seq that arrived. Each such report was accepted, refused, or recognised as a duplicate."""
     durable_seq: builtins.int
-    """Every report up to this seq is on disk, or was refused: the worker may forget it. A seq that did not arrive holds this
-    back for some seconds; then it is given up. Never goes back within an epoch.
+    """Every report up to this seq is on disk or was refused, so the worker may drop it. A missing seq holds this back for some
+    seconds; then it is given up. Never decreases within an epoch.
     """
     num_refused: builtins.int
-    """Reports refused since the stream began, by a check or by the database, and the reason of the last refusal."""
+    """Reports refused since the stream began, by a check or by the database, and the reason for the last refusal."""
     last_refusal: builtins.str
     sample_every: builtins.int
     """Report 64 consecutive steps out of each 64 x sample_every; 0 and 1: every step. Only reported steps have a seq."""
@@ -882,7 +881,7 @@ Global___ImportProfileResponse: typing_extensions.TypeAlias = ImportProfileRespo
 
 @typing.final
 class Hold(google.protobuf.message.Message):
-    """Arms that a person holds at a range of batch sizes."""
+    """An arm that a person holds at a batch range."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -894,7 +893,7 @@ class Hold(google.protobuf.message.Message):
     batch_min: builtins.int
     batch_max: builtins.int
     is_baseline: builtins.bool
-    """True: those of the worker's baseline; the next two fields are ignored."""
+    """True: the arms of the worker's baseline; the next two fields are ignored."""
     speculation_length: builtins.int
     ngram: builtins.bool
     def __init__(
@@ -918,14 +917,14 @@ class SetHoldsRequest(google.protobuf.message.Message):
     HOLDS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
     release: builtins.bool
-    """Release all that was held before."""
+    """Release all earlier holds."""
     @property
     def context(self) -> Global___ContextKey:
         """Absent: every context."""
 
     @property
     def holds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Hold]:
-        """Added to those held before. Of two that overlap the later one counts."""
+        """Added to those held before. Where two overlap, the later one counts."""
 
     def __init__(
         self,

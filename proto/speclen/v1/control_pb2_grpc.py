@@ -84,24 +84,24 @@ class ControlServiceServicer(object):
 
     def RegisterWorker(self, request, context):
         """Introduces a worker and returns what is known about its context.
-        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-        which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
+        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known
+        one (returned in the trailing header speclen-newest-epoch), or the controller belongs to another run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportStep(self, request, context):
-        """One step in, the arm to use next out: the simplest client of all.
-        INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
+        """Takes one step and returns the arm to use next; for simple clients.
+        INVALID_ARGUMENT: the report is implausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamReports(self, request_iterator, context):
-        """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-        The controller answers every message, and also sends one whenever the table changes or reports became durable.
+        """Takes groups of reports; returns the newest table and acknowledgements. The first message names the worker.
+        The controller answers every message, and also sends one whenever the table changes or reports become durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,8 +122,8 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetHolds(self, request, context):
-        """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
-        INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+        """Holds arms at batch ranges, whatever is learned, or releases them.
+        INVALID_ARGUMENT: a batch range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -210,18 +210,18 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
 
     RegisterWorker: _ControlServiceRegisterWorkerType
     """Introduces a worker and returns what is known about its context.
-    INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-    which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
+    INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known
+    one (returned in the trailing header speclen-newest-epoch), or the controller belongs to another run.
     """
 
     ReportStep: _ControlServiceReportStepType
-    """One step in, the arm to use next out: the simplest client of all.
-    INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
+    """Takes one step and returns the arm to use next; for simple clients.
+    INVALID_ARGUMENT: the report is implausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
     """
 
     StreamReports: _ControlServiceStreamReportsType
-    """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-    The controller answers every message, and also sends one whenever the table changes or reports became durable.
+    """Takes groups of reports; returns the newest table and acknowledgements. The first message names the worker.
+    The controller answers every message, and also sends one whenever the table changes or reports become durable.
     """
 
     GetLearnedTable: _ControlServiceGetLearnedTableType
@@ -231,8 +231,8 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
     """Seeds a context from an offline profile."""
 
     SetHolds: _ControlServiceSetHoldsType
-    """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
-    INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+    """Holds arms at batch ranges, whatever is learned, or releases them.
+    INVALID_ARGUMENT: a batch range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
     """
 
     GetControllerInfo: _ControlServiceGetControllerInfoType
@@ -283,8 +283,8 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.RegisterWorkerResponse, collections.abc.Awaitable[speclen.v1.control_pb2.RegisterWorkerResponse]]:
         """Introduces a worker and returns what is known about its context.
-        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-        which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
+        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known
+        one (returned in the trailing header speclen-newest-epoch), or the controller belongs to another run.
         """
 
     @abc.abstractmethod
@@ -293,8 +293,8 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.control_pb2.ReportStepRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.ReportStepResponse, collections.abc.Awaitable[speclen.v1.control_pb2.ReportStepResponse]]:
-        """One step in, the arm to use next out: the simplest client of all.
-        INVALID_ARGUMENT: the report is not plausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
+        """Takes one step and returns the arm to use next; for simple clients.
+        INVALID_ARGUMENT: the report is implausible. FAILED_PRECONDITION: the worker is unknown, or its epoch is old.
         """
 
     @abc.abstractmethod
@@ -303,8 +303,8 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[speclen.v1.control_pb2.StreamReportsRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[speclen.v1.control_pb2.StreamReportsResponse], collections.abc.AsyncIterator[speclen.v1.control_pb2.StreamReportsResponse]]:
-        """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-        The controller answers every message, and also sends one whenever the table changes or reports became durable.
+        """Takes groups of reports; returns the newest table and acknowledgements. The first message names the worker.
+        The controller answers every message, and also sends one whenever the table changes or reports become durable.
         """
 
     @abc.abstractmethod
@@ -329,8 +329,8 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.control_pb2.SetHoldsRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.SetHoldsResponse, collections.abc.Awaitable[speclen.v1.control_pb2.SetHoldsResponse]]:
-        """Has arms used at ranges of batch sizes whatever is learned, or releases what was held.
-        INVALID_ARGUMENT: a range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
+        """Holds arms at batch ranges, whatever is learned, or releases them.
+        INVALID_ARGUMENT: a batch range or an arm is beyond the limits of a context. FAILED_PRECONDITION: the context is unknown.
         """
 
     @abc.abstractmethod

@@ -119,16 +119,16 @@ class SamplingParams(google.protobuf.message.Message):
     frequency_penalty: builtins.float
     """Subtracted for every occurrence in the output. In [-10, 10]. Default 0."""
     max_tokens: builtins.int
-    """Tokens to generate at most. At least 1. Default 128."""
+    """Maximum number of tokens to generate. At least 1. Default 128."""
     min_tokens: builtins.int
     """No end token, stop token or stop string ends the output earlier. Default 0."""
     ignore_eos: builtins.bool
-    """Go on past the model's end token."""
+    """Continue past the model's end token."""
     n: builtins.int
     """Sequences to generate for the prompt. 1 to 64. Default 1."""
     seed: builtins.int
-    """Same seed, same request, same tokens: see the documentation for what is promised. Default: drawn at random.
-    A negative one over HTTP is the same as that plus 2^64.
+    """The same request with the same seed gives the same tokens; the documentation has the limits. Default: random.
+    A negative seed over HTTP equals itself plus 2^64.
     """
     logprobs: builtins.int
     """Log probabilities of the chosen token and of the k most likely ones, for k = 0 to 20. Default: none.
@@ -144,8 +144,8 @@ class SamplingParams(google.protobuf.message.Message):
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Output ends before the first of these. At most 64, of 1 to 256 characters. Those with the text of a
-        special token match it, also where special tokens are not part of the text.
+        """Output ends before the first of these. At most 64, of 1 to 256 characters. A string with the text of a special token
+        matches it even if special tokens are not part of the text.
         """
 
     @property
@@ -204,7 +204,7 @@ Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
 
 @typing.final
 class StructuredOutput(google.protobuf.message.Message):
-    """Constraint on the output, unless max_tokens cuts it short. It applies to every token, also to draft tokens."""
+    """Constraint on the output, unless max_tokens cuts it short. It applies to every token, draft tokens included."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -279,9 +279,9 @@ class Speculation(google.protobuf.message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """Same as MODE_AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The arm of the worker's table."""
+        """The arm in the worker's table."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
-        """None: plain decoding."""
+        """Plain decoding."""
         MODE_FIXED: Speculation._Mode.ValueType  # 3
         """Always `length`."""
 
@@ -289,9 +289,9 @@ class Speculation(google.protobuf.message.Message):
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """Same as MODE_AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The arm of the worker's table."""
+    """The arm in the worker's table."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
-    """None: plain decoding."""
+    """Plain decoding."""
     MODE_FIXED: Speculation.Mode.ValueType  # 3
     """Always `length`."""
 
@@ -321,7 +321,7 @@ class GenerateRequest(google.protobuf.message.Message):
     STREAM_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """Unique among running requests; made up by the server when empty. At most 128 characters."""
+    """Unique among active requests; chosen by the server if empty. At most 128 characters."""
     text: builtins.str
     stream: builtins.bool
     """False: only the completions are sent."""
@@ -386,12 +386,12 @@ class GenerateChunk(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """Text that became certain with these tokens: whole characters only, and nothing that may belong to a stop string."""
+    """Text completed by these tokens: whole characters only, and nothing that may be part of a stop string."""
     prompt_tokens: builtins.int
     """Tokens so far."""
     completion_tokens: builtins.int
     index: builtins.int
-    """Which of the n sequences."""
+    """Index among the n sequences."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -438,7 +438,7 @@ class SpeculationStats(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     num_steps: builtins.int
-    """Steps in which the sequence took part."""
+    """Steps of this sequence."""
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     def __init__(
@@ -642,21 +642,21 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     CONTROLLER_FIELD_NUMBER: builtins.int
     policy: builtins.str
     table_source: builtins.str
-    """"controller", "last table", "profile", "policy" or "default": where the arms in use come from."""
+    """Source of the arms in use: "controller", "last table", "profile", "policy" or "default"."""
     num_requests_running: builtins.int
     num_requests_waiting: builtins.int
     num_kv_tokens_used: builtins.int
-    """Tokens of KV in use and in all."""
+    """Tokens of KV memory: in use, and in total."""
     num_kv_tokens_total: builtins.int
     num_reports_buffered: builtins.int
-    """Reports kept until durable, and reports given up for lack of room."""
+    """Reports kept until durable, and reports dropped because the buffer was full."""
     num_reports_dropped: builtins.int
     num_steps: builtins.int
     num_generated_tokens: builtins.int
     num_draft_tokens: builtins.int
     num_accepted_tokens: builtins.int
     num_row_steps: builtins.int
-    """decoding sequences, summed over steps: over num_steps it is the mean batch size"""
+    """decoding sequences, summed over steps; divided by num_steps it is the mean batch size"""
     @property
     def worker(self) -> speclen.v1.control_pb2.WorkerIdentity: ...
     @property
@@ -667,7 +667,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     def server(self) -> speclen.v1.control_pb2.ServerIdentity: ...
     @property
     def controller(self) -> speclen.v1.control_pb2.ServerIdentity:
-        """The controller that the worker registered with last; absent for none."""
+        """The controller with which the worker last registered; absent: none."""
 
     def __init__(
         self,

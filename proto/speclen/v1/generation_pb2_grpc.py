@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GenerationServiceStub(object):
-    """Text generation on one worker. Fields where zero is a meaningful value other than the default are `optional`: when
-    absent, the default in the comment holds.
+    """Text generation on one worker. Fields whose default is not zero are `optional`: if absent, they have the default given in
+    the comment.
     """
 
     def __init__(self, channel):
@@ -59,21 +59,21 @@ class GenerationServiceStub(object):
 
 
 class GenerationServiceServicer(object):
-    """Text generation on one worker. Fields where zero is a meaningful value other than the default are `optional`: when
-    absent, the default in the comment holds.
+    """Text generation on one worker. Fields whose default is not zero are `optional`: if absent, they have the default given in
+    the comment.
     """
 
     def Generate(self, request, context):
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
+        INVALID_ARGUMENT: a field is invalid; the message names it. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE:
+        draining, or the engine has failed. ABORTED: the client did not read. INTERNAL: a step failed, or a bug of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
+        """Ends requests early: their slots and KV memory are free after the current step. Unknown ids are ignored.
         INVALID_ARGUMENT: too many ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,8 +125,8 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
-    """Text generation on one worker. Fields where zero is a meaningful value other than the default are `optional`: when
-    absent, the default in the comment holds.
+    """Text generation on one worker. Fields whose default is not zero are `optional`: if absent, they have the default given in
+    the comment.
     """
 
     @staticmethod

@@ -90,8 +90,8 @@ _GenerationServiceGetServerInfoType = typing_extensions.TypeVar(
 )
 
 class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _GenerationServiceAbortType, _GenerationServiceGetModelInfoType, _GenerationServiceGetServerInfoType]):
-    """Text generation on one worker. Fields where zero is a meaningful value other than the default are `optional`: when
-    absent, the default in the comment holds.
+    """Text generation on one worker. Fields whose default is not zero are `optional`: if absent, they have the default given in
+    the comment.
     """
 
     @typing.overload
@@ -136,12 +136,12 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
 
     Generate: _GenerationServiceGenerateType
     """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-    INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-    engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
+    INVALID_ARGUMENT: a field is invalid; the message names it. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE:
+    draining, or the engine has failed. ABORTED: the client did not read. INTERNAL: a step failed, or a bug of the worker.
     """
 
     Abort: _GenerationServiceAbortType
-    """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
+    """Ends requests early: their slots and KV memory are free after the current step. Unknown ids are ignored.
     INVALID_ARGUMENT: too many ids.
     """
 
@@ -170,8 +170,8 @@ GenerationServiceAsyncStub: typing_extensions.TypeAlias = GenerationServiceStub[
 ]
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
-    """Text generation on one worker. Fields where zero is a meaningful value other than the default are `optional`: when
-    absent, the default in the comment holds.
+    """Text generation on one worker. Fields whose default is not zero are `optional`: if absent, they have the default given in
+    the comment.
     """
 
     @abc.abstractmethod
@@ -181,8 +181,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[speclen.v1.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[speclen.v1.generation_pb2.GenerateResponse]]:
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
-        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or another fault of the worker.
+        INVALID_ARGUMENT: a field is invalid; the message names it. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE:
+        draining, or the engine has failed. ABORTED: the client did not read. INTERNAL: a step failed, or a bug of the worker.
         """
 
     @abc.abstractmethod
@@ -191,7 +191,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.generation_pb2.AbortResponse, collections.abc.Awaitable[speclen.v1.generation_pb2.AbortResponse]]:
-        """Ends requests early: their slots and KV are free after the running step. Unknown ids are ignored.
+        """Ends requests early: their slots and KV memory are free after the current step. Unknown ids are ignored.
         INVALID_ARGUMENT: too many ids.
         """
 
