@@ -1,5 +1,6 @@
 """Settings that cannot work are refused by the name of their flag before anything starts."""
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from speclen.controller.config import ControllerConfig
-from speclen.records import PLAIN, Arm, Limits
+from speclen.records import PLAIN, Arm, ContextKey, Limits, Profile, ProfileCell
 from speclen.worker.config import WorkerConfig, parse_policy
+from speclen.worker.profiling.file import ProfileDocument
 from speclen.worker.service.assembly import initial_table
 from speclen.worker.service.server import check_config
 
@@ -58,10 +60,9 @@ def test_the_first_table_may_have_n_grams(settings, arms, follows, ngram):
 
 def test_a_profile_is_read_and_used(tmp_path):
     profile = tmp_path / "profile.json"
-    profile.write_text(
-        '{"cells": [{"batch_size": 1, "speculation_length": 0, "step_s": 0.01},'
-        ' {"batch_size": 1, "speculation_length": 1, "step_s": 0.011}], "survival": [0.8]}'
-    )
+    cells = (ProfileCell(1, 0, 0.01), ProfileCell(1, 1, 0.011))
+    document = ProfileDocument(ContextKey("t", "d", "cpu", "float32"), Profile(cells, (0.8,), (10,)), "2026-01-01")
+    profile.write_text(json.dumps(document.to_json()))
     table, follow = initial_table(WorkerConfig(policy="profile", profile=profile, max_batch_size=4), Limits(4, 8))
     assert (table.arms[1:], follow) == ((Arm(1),) * 4, False)
 
