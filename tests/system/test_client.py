@@ -70,7 +70,7 @@ def test_a_client_with_authority_and_token_gets_through_and_a_proxy_is_no_way_to
         ("authority", None, "requires a token: name the file that holds it with --token-file"),
         ("authority", "wrong", "rejects the token in"),
         ("stranger", "right", "does not verify the controller at"),
-        (None, "right", "if it has TLS, give --ca"),
+        (None, "right", "uses TLS, give --ca"),
     ],
 )
 def test_who_is_refused_hears_why(guarded, made, token, tmp_path, ca, given, words):
@@ -87,7 +87,7 @@ def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp
     security = ClientSecurity(ca=made.authority.cert, token_file=tmp_path / "wrong", prefix="--controller-")
     with pytest.raises(UserError, match="rejects the token in"):
         check_controller(security, guarded.address, "")
-    with pytest.raises(UserError, match="give the file that holds it with --controller-token-file"):
+    with pytest.raises(UserError, match="name the file that holds it with --controller-token-file"):
         check_controller(ClientSecurity(ca=made.authority.cert, prefix="--controller-"), guarded.address, "")
     check_controller(ClientSecurity(), free_address(), "")  # none yet: it may come
 
@@ -95,7 +95,7 @@ def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp
 def test_a_server_that_wants_certificates_gets_them(made: Certificates, tmp_path: Path):
     options = ("--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key))
     # The child is waited for without a certificate, so it is given up as soon as it says that it serves.
-    refused = pytest.raises(UserError, match="if it has TLS, give --ca")
+    refused = pytest.raises(UserError, match="uses TLS, give --ca")
     with refused, running_controller(tmp_path, *options, "--tls-client-ca", str(made.authority.cert)):
         pass
     assert Client(ClientSecurity(made.authority.cert, made.client.cert, made.client.key)).channel("127.0.0.1:1")
@@ -162,7 +162,7 @@ def test_a_container_can_ask_for_health(guarded):
     assert subprocess.run([*probe, listening], check=False).returncode == 0
     refused = subprocess.run([*probe, guarded.address], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert "if it has TLS, give --ca" in refused.stderr
+    assert "uses TLS, give --ca" in refused.stderr
 
 
 PINGS_OFTEN = [

@@ -90,7 +90,7 @@ def test_nothing_can_be_written_through_it(database):
         ("127.0.0.1:8001", False, ("127.0.0.1", 8001)),
         ("[::1]:8001", False, ("::1", 8001)),
         ("0.0.0.0:8001", True, ("0.0.0.0", 8001)),
-        ("0.0.0.0:8001", False, "has no passwords"),
+        ("0.0.0.0:8001", False, "without a password"),
         ("8001", False, "is not HOST:PORT"),
     ],
 )
