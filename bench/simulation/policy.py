@@ -33,7 +33,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "hysteresis": {"hysteresis": 1e-9},
     "residuals": {"residual": 1e-3},
     "change-detection": {"change": 1e9},
-    "isolation": {"worker_difference": 1e9},
+    "isolation": {"worker_difference": 10.0},
     "near-sizes": {"near": 1.0},
     "profile": {"profile_sd": 1e3},
 }

@@ -37,7 +37,9 @@ class EstimatorSettings(BaseModel):
     memory: float = _field(400.0, "contrasts between cells after which older ones have faded to 1/e")
     clip: float = _field(1.5, "standard deviations beyond which a contrast is clipped (Huber): levels jump")
     noise: float = _field(0.09, "standard deviation of a contrast before it is learned, as on an H200")
-    surprise: float = _field(2.5, "mean square of surprises, in variances, at which contrasts are forgotten")
+    surprise: float = _field(
+        3.0, "mean square of surprises, in variances, at which contrasts are forgotten: 2.5 alarmed falsely"
+    )
     surprise_kept: float = _field(0.1, "share of the contrasts that is kept then: new ones soon outweigh it")
     residual: float = _field(0.04, "standard deviation of a cell's residual: padding and tile sizes")
     profile_sd: float = _field(0.1, "standard deviation of a profile's log step times before live ones are seen")

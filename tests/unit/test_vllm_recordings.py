@@ -159,7 +159,7 @@ def worth_of_learned(name: str, num_skipped: int) -> float:
     return mean(truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes)
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.99)])
+@pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.98)])
 def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name: str, least: float) -> None:
     """Mean over six starts, since chance decides a single one: 0.99 and 0.99.
 
