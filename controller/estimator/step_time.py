@@ -220,7 +220,8 @@ class Prior:
     def weight(self, fit: np.ndarray) -> float:
         """Share of its evidence that counts. fit: squared errors of contrasts beyond noise, and their amount.
 
-        By the third power of the ratio of variances: a profile that is wrong by a factor would else keep arms from being tried.
+        It falls with the third power of the ratio of variances. Otherwise a profile that is wrong by a factor would keep
+        arms from being tried.
         """
         error = (8.0 * self.sd**2 + max(float(fit[0]), 0.0)) / (8.0 + float(fit[1]))
         return min((self.sd**2 / error) ** 3, 1.0)
