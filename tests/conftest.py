@@ -24,7 +24,7 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
 
 
 # A case may take long because other processes compute.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, max_examples=40)
 settings.load_profile("patient")
 
 

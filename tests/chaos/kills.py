@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def kill_controller(place: Place) -> str:
     num_kills = max(len(points) + 4, int(place.seconds * KILLS_PER_S))
     plan = points + [""] * (num_kills - len(points))
     place.dice.shuffle(plan)
+    num_reports = kill_along(place, plan)
+    return f"{num_kills + 1} kills, {num_reports:,} reports acknowledged: 0 lost, 0 counted twice"
+
+
+def kill_along(place: Place, plan: Sequence[str]) -> int:
+    """Kill a controller once for each point of the plan, and check the database; returns the reports acknowledged."""
     with Fleet(place, 0) as fleet, ExitStack() as reporting:
         address = fleet.controller.address
         reporters = [Reporter(address, random.Random(place.dice.random()), *each) for each in enumerate(CONTEXTS, 1)]
@@ -59,8 +66,7 @@ def kill_controller(place: Place) -> str:
     check_replay(fleet.database)
     complaints = re.findall(r'.*"level": "(?:error|critical)".*', fleet.controller.log_file.read_text())
     assert not complaints, f"a controller complained: {complaints[:1]}"
-    num_reports = sum(reporter.durable_seq for reporter in reporters)
-    return f"{num_kills + 1} kills, {num_reports:,} reports acknowledged: 0 lost, 0 counted twice"
+    return sum(reporter.durable_seq for reporter in reporters)
 
 
 def live_and_die(controller: Program, point: str, dice: random.Random) -> None:

@@ -59,11 +59,3 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """`speclen up`, known by its worker."""
     with serving(servers.up(tmp_path_factory.mktemp("up"))) as shared:
         yield shared
-
-
-@pytest.fixture(scope="session")
-def proposing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A worker of the policy `n-gram` without a controller."""
-    options = ("--policy", "n-gram", "--max-batch-size", "8")
-    with serving(servers.worker(tmp_path_factory.mktemp("proposing"), "", *options)) as shared:
-        yield shared

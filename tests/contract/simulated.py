@@ -10,22 +10,18 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from tests.contract.protocol import Control, Probe, ReportStream, Step
+from speclen.v1 import control_pb2 as pb
+from tests.contract.protocol import Control, ReportStream
 from tests.support.world import World
 
 GROUP = 8
 
 
-def step(world: World, batch_size: int, length: int, dice: np.random.Generator, probe_id: int = 0) -> Step:
-    """One step with noise."""
-    return Step(batch_size, length, *world.draw(batch_size, length, dice), probe_id)
-
-
 @dataclass(frozen=True)
 class Played:
-    """A step of a simulated worker, and the length its table had for it."""
+    """A reported step of a simulated worker, and the length its table had for it."""
 
-    step: Step
+    step: pb.StepReport
     choice: int
 
 
@@ -34,13 +30,13 @@ class SimulatedWorker:
 
     def __init__(self, channel: grpc.Channel, name: str, worker_id: str, world: World, seed: int = 0) -> None:
         self.control = Control(channel, name, worker_id)
-        self.choices = dict(self.control.register().choices)
+        self.choices = self.control.register()
         self.stream = ReportStream(self.control)
         self.world = world
         self.dice = np.random.default_rng(seed)
         self.history: list[Played] = []
         self.seq = 0
-        self._probe: Probe | None = None
+        self._probe: pb.Probe | None = None
         self._steps_left = 0
 
     def play(self, batch_size: int, num_steps: int) -> None:
@@ -48,20 +44,29 @@ class SimulatedWorker:
         for _ in range(num_steps // GROUP):
             group = [self._step(batch_size) for _ in range(GROUP)]
             self.history += group
-            first, self.seq = self.seq + 1, self.seq + GROUP
-            reports = enumerate((played.step for played in group), first)
-            answer = self.stream.send(reports, self.seq)
-            self.choices.update(answer.choices)
-            if answer.probes:
-                self._probe = answer.probes[-1]
+            choices, probes = self.stream.send((played.step for played in group), self.seq)
+            self.choices.update(choices)
+            if probes:
+                self._probe = probes[-1]
                 self._steps_left = self._probe.num_steps
 
     def _step(self, batch_size: int) -> Played:
-        choice = self.choices[batch_size]
-        probe = self._probe
-        if probe is None or not probe.batch_min <= batch_size <= probe.batch_max:
-            return Played(step(self.world, batch_size, choice, self.dice), choice)
-        self._steps_left -= 1
-        if not self._steps_left:
-            self._probe = None
-        return Played(step(self.world, batch_size, probe.length, self.dice, probe.probe_id), choice)
+        choice, probe, probe_id = self.choices[batch_size], self._probe, 0
+        length = choice
+        if probe is not None and probe.batch_min <= batch_size <= probe.batch_max:
+            length, probe_id = probe.speculation_length, probe.probe_id
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._probe = None
+        self.seq += 1
+        latency_s, histogram = self.world.draw(batch_size, length, self.dice)
+        step = pb.StepReport(
+            seq=self.seq,
+            batch_size=batch_size,
+            speculation_length=length,
+            latency_s=latency_s,
+            accepted_histogram=histogram,
+            mean_context_length=100.0,
+            probe_id=probe_id,
+        )
+        return Played(step, choice)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from speclen.v1 import generation_pb2 as gen
 from tests.contract import protocol, servers
-from tests.contract.protocol import Completion, generate, server_info
+from tests.contract.protocol import choices_of, generate, server_info
 from tests.contract.servers import BUNDLED_TARGET, as_json
 from tests.support.waiting import until
 
@@ -35,11 +36,9 @@ def check_greedy(target: torch.nn.Module, prompt_ids: list[int], ids: list[int])
     assert float(behind.max()) < TIE, f"token {int(behind.argmax())} is {float(behind.max())} behind the target's"
 
 
-@pytest.mark.parametrize("name", ["fleet", "proposing"])
-def test_greedy_output_is_the_targets_own_under_every_arm(request, name):
+def test_greedy_output_is_the_targets_own_under_every_arm(fleet):
     """Requests of all arms share their batches."""
-    channel = request.getfixturevalue(name).channel
-    assert protocol.model_name(channel) == "bundled:target"
+    channel = fleet.channel
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
     target = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET, dtype=torch.float32)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
@@ -47,29 +46,32 @@ def test_greedy_output_is_the_targets_own_under_every_arm(request, name):
     with ThreadPoolExecutor(8) as pool:
         outputs = list(pool.map(lambda case: generate(channel, case[0], MAX_TOKENS, case[1]), cases))
     for (prompt_ids, speculation), output in zip(cases, outputs, strict=True):
-        assert len(output.ids) == MAX_TOKENS
-        check_greedy(target, prompt_ids, output.ids)
+        assert len(output.output_ids) == MAX_TOKENS
+        check_greedy(target, prompt_ids, list(output.output_ids))
         check_counts(output, speculation)
-    assert sum(output.num_accepted_tokens for output in outputs) > MAX_TOKENS, "drafts must be worth something"
+    assert sum(output.speculation.num_accepted_tokens for output in outputs) > MAX_TOKENS, (
+        "drafts must be worth something"
+    )
 
 
-def check_counts(output: Completion, speculation: int | None) -> None:
+def check_counts(output: gen.GenerateComplete, speculation: int | None) -> None:
     """Plain decoding drafts nothing, a fixed length does."""
-    assert output.num_accepted_tokens <= output.num_draft_tokens
+    counts = output.speculation
+    assert counts.num_accepted_tokens <= counts.num_draft_tokens
     if speculation is not None:
-        assert (output.num_draft_tokens > 0) == (speculation > 0)
+        assert (counts.num_draft_tokens > 0) == (speculation > 0)
 
 
 def test_reports_of_real_decoding_become_the_learned_table(fleet):
     generate(fleet.channel, PROMPTS[0], MAX_TOKENS)
     learned = "SELECT count(*) FROM learned_table WHERE num_steps > 0 AND source IN ('online', 'both')"
     assert until(lambda: protocol.rows(fleet.database, learned)[0][0])
-    assert set(server_info(fleet.channel).choices) == set(range(1, 9))
+    assert set(choices_of(server_info(fleet.channel).table)) == set(range(1, 9))
 
 
-def test_the_verb_generate_prints_what_the_call_gives(proposing):
-    printed = as_json("generate", PROMPTS[0], "--worker", proposing.address, "--max-tokens", "8", "--json")
-    assert generate(proposing.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
+def test_the_verb_generate_prints_what_the_call_gives(fleet):
+    printed = as_json("generate", PROMPTS[0], "--worker", fleet.address, "--max-tokens", "8", "--json")
+    assert generate(fleet.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
 
 
 def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
@@ -85,7 +87,7 @@ def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
             while_it_stands = generate(channel, PROMPTS[0], MAX_TOKENS)
             controller.kill()
             while_it_is_gone = generate(channel, PROMPTS[0], MAX_TOKENS)
-            assert plain.ids == while_it_stands.ids == while_it_is_gone.ids
+            assert plain.output_ids == while_it_stands.output_ids == while_it_is_gone.output_ids
             controller.start().serving()
             until(lambda: server_info(channel).num_reports_buffered == 0)
             check_disk(tmp_path / "speclen.db", server_info(channel))
@@ -94,10 +96,9 @@ def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
         controller.end()
 
 
-def check_disk(database, info: protocol.ServerInfo) -> None:
+def check_disk(database: Path, info: gen.GetServerInfoResponse) -> None:
     """Every step of the worker is on disk, once."""
     assert info.num_reports_dropped == 0
-    seqs = [step[0] for step in protocol.stored_steps(database, info.worker_id)]
-    assert seqs == list(range(1, info.num_steps + 1))
-    health = protocol.health_of(database, info.worker_id)
-    assert (health["num_reports"], health["num_missing"]) == (info.num_steps, 0)
+    seqs = protocol.rows(database, "SELECT seq FROM step_reports ORDER BY seq")
+    assert seqs == [(seq,) for seq in range(1, info.num_steps + 1)]
+    assert protocol.rows(database, "SELECT num_reports, num_missing FROM worker_health") == [(info.num_steps, 0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,9 @@ def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "plain steps generate what the target alone would",
         "captured steps generate what the target alone would",
     ]
+
+
+def test_it_needs_nothing_that_a_bare_machine_with_torch_lacks() -> None:
+    missing = ["grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import speclen.bench.gpu.checks"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,6 @@
 """`speclen worker`, sabotaged: python failing_worker.py PART ARGUMENTS...
 
-PART "engine": the engine's loop fails as soon as a request has come. "reporting": the reporting task fails again and again.
+PART "engine": the engine's loop fails as soon as two requests wait. "reporting": the reporting task fails again and again.
 "hang": the engine's loop never does anything and never ends. "few": only three reports are kept, nothing else is wrong.
 """
 
@@ -13,12 +13,13 @@ from speclen.cli.app import main
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.service import server
 
 TRIM = ReportBuffer.trim
 
 
-def fail_with_a_request(engine: Engine) -> None:
-    while not engine.load().num_waiting:
+def fail_with_two_requests(engine: Engine) -> None:
+    while engine.load().num_waiting < 2:
         time.sleep(0.01)
     raise MemoryError("no room\nfor a second line")
 
@@ -39,9 +40,10 @@ async def fail(*_: object) -> None:
 if __name__ == "__main__":
     part = sys.argv.pop(1)
     if part == "engine":
-        Engine.run = fail_with_a_request  # type: ignore[method-assign]
+        Engine.run = fail_with_two_requests  # type: ignore[method-assign]
     elif part == "hang":
         Engine.run = hang  # type: ignore[method-assign]
+        server.STOP_TIMEOUT_S = 0.5
     elif part == "few":
         ReportBuffer.trim = trim_to_few  # type: ignore[method-assign]
     else:

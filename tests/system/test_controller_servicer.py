@@ -147,26 +147,6 @@ async def test_a_worker_gets_no_length_beyond_its_own_limit(tmp_path):
         assert max(choice.speculation_length for choice in full.choices) == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"accepted_histogram": [0] * 500_000}, "accepted_histogram has too many entries"),
-        ({"class_histograms": [pb.ClassHistogram()] * 400_000}, "the number of entries of class_histograms is 400000"),
-        ({"flags": [1] * 1_000_000, "accepted_histogram": [5]}, "accepted_histogram has 1 entries"),
-    ],
-)
-async def test_what_is_far_too_long_is_refused_in_a_short_sentence(tmp_path, changes, words):
-    """A refused report used to be read whole, and quoted in every later answer of the stream."""
-    async with served(tmp_path) as at:
-        await at.stub.RegisterWorker(registration())
-        call = at.stub.StreamReports()
-        await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
-        answer = await call.read()
-        assert answer.num_refused == 1
-        assert words in answer.last_refusal
-        assert len(answer.last_refusal) < 1000
-
-
 async def test_a_mistake_of_ours_is_logged_and_not_told(tmp_path, monkeypatch):
     async with served(tmp_path) as at:
         monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)

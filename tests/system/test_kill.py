@@ -1,11 +1,15 @@
-"""A kill while the store gives space back to the disk. Kills at all other steps of a commit: scripts/chaos."""
+"""Reports acknowledged as durable survive kills of the controller. Kills at every step of a commit: scripts/chaos."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
+
+from chaos.fault import Place
+from chaos.kills import kill_along
 
 from speclen.store.database import Store
 from tests.support.store_rows import moment, rows, written
@@ -38,3 +42,8 @@ def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
     newest = store.load().workers[0].applied_seq
     store.close()
     assert rows(path, "SELECT max(seq) FROM step_reports") == [(newest,)]
+
+
+def test_what_is_acknowledged_survives_every_kill_and_counts_once(tmp_path):
+    plan = ["COMMIT:2", "", "INSERT INTO step_reports:3", "", "RELEASE:1"]
+    assert kill_along(Place(tmp_path, 0.0, random.Random(5)), plan) > 100

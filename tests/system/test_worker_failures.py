@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +49,32 @@ def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
         child.stop(timeout_s=10.0)
 
 
-@pytest.mark.parametrize("edge", ["grpc", "http"])
-def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any, edge: str) -> None:
+def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any) -> None:
     http = free_address()
     worker = start("engine", "--controller", "", "--http-listen", http, "--drain-timeout-s", "600")
     place = ("127.0.0.1", int(http.rpartition(":")[2]))
-    with httpx.Client(base_url=f"http://{http}", timeout=PATIENCE_S) as idle, socket.create_connection(place) as slow:
+
+    def ask_over_http() -> httpx.Response:
+        return httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE_S)
+
+    with (
+        httpx.Client(base_url=f"http://{http}", timeout=PATIENCE_S) as idle,
+        socket.create_connection(place) as slow,
+        ThreadPoolExecutor(1) as pool,
+        grpc.insecure_channel(worker.address) as channel,
+    ):
         assert idle.get("/health").status_code == 200
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        if edge == "grpc":
-            with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as raised:
-                list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=PATIENCE_S))
-            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-            words = raised.value.details()
-        else:
-            answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=PATIENCE_S)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (503, "engine_failed")
-            words = error["message"]
+        asked = pool.submit(ask_over_http)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=PATIENCE_S))
         assert worker.process.wait(PATIENCE_S) == 1
-    assert "the engine has failed: MemoryError: no room" in words
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+    answer = asked.result()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "engine_failed")
+    for words in (raised.value.details(), error["message"]):
+        assert "the engine has failed: MemoryError: no room" in words
     lines = worker.log_file.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
     assert sum("the worker cannot go on and ends" in line for line in lines) == 1

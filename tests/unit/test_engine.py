@@ -225,15 +225,14 @@ def test_without_a_draft_model_n_grams_are_proposed() -> None:
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
-@pytest.mark.parametrize("seeded", [False, True])
-def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(seeded: bool, backend: str) -> None:
+def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend: str) -> None:
     """Outputs whose second token is an n-gram's, drafted, or neither. 20.5: once in 1,000 seeds."""
     target, _ = engines.models("llama")
     first = int(engines.plain_logits(target, PROMPT)[-1].argmax())
     follower = int(engines.plain_logits(target, [*PROMPT, first])[-1].argmax())
     prompt = [*PROMPT[-2:], first, follower, 3, *PROMPT]  # what follows `first` is there to be found
     settings = {"temperature": 1.1, "top_k": 6, "max_tokens": 3, "n": 50, "ignore_eos": True}
-    requests = [request(str(at), prompt, **settings, seed=at if seeded else None) for at in range(30)]
+    requests = [request(str(at), prompt, **settings, seed=at if at % 2 else None) for at in range(30)]
     engine = ngram_engine(Arms(Arm(2, ngram=True)), max_batch_size=32, backend=backend)
     collected = generate(engine, *requests)
     pairs = [tuple(collected.ids(str(at), index)[:2]) for at in range(30) for index in range(50)]

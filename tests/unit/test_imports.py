@@ -52,8 +52,3 @@ def test_vllms_other_processes_load_next_to_nothing_of_the_plugin():
         loaded = loaded_by(module)
         assert {name for name in loaded if name.startswith("speclen")} == package | own
         assert not loaded & {"grpc", "google.protobuf", "structlog", "numpy", "torch"}
-
-
-def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
-    missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    assert loaded_by("bench.gpu.checks", "bench.rates", missing=missing)

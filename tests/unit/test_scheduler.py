@@ -110,11 +110,11 @@ def check_regions(queue: Scheduler, pools: Sequence[KVPool], marks: dict[str, fl
 
 
 def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
-    """3,000 random moves; every row's keys and values carry a mark of its own."""
+    """1,000 random moves; every row's keys and values carry a mark of its own."""
     generator = random.Random(0)
     pools, marks = make_pools(7), {}
     queue = scheduler(max_batch_size=7, pools=pools)
-    for number in range(3000):
+    for number in range(1000):
         action = generator.random()
         if action < 0.35:
             name = str(number)

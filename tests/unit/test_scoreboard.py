@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from speclen.bench.simulation.learners import Fixed, Learner, PlugIn
+from speclen.bench.simulation.learners import Fixed, Learner
 from speclen.bench.simulation.play import Worker, play
-from speclen.bench.simulation.policy import ABLATIONS, DEFAULT, Variant, changed, policy, read_runs, run, write_runs
+from speclen.bench.simulation.policy import DEFAULT, Variant, policy, read_runs, run, write_runs
 from speclen.bench.simulation.report import Difference, Run, difference
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.cli.support.output import UserError
 from speclen.controller.estimator import EstimatorSettings
-from speclen.records import Arm, StepFlag, StepRecord
+from speclen.records import Arm, StepRecord
 
 WITHOUT_CHANGES = [name for name, world in WORLDS.items() if not world.stages and len(world.machines) == 1]
 
@@ -103,18 +103,6 @@ def test_a_faulty_worker_reports_more_often_that_all_was_accepted() -> None:
     assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
 
 
-def test_the_plug_in_rule_learns() -> None:
-    scene = Scene(WORLDS["eagle"], 1, 60.0)
-    score = play(PlugIn(scene.world.limits, 3), scene)
-    assert score.thirds[2] > 90.0
-    assert 0.015 < score.num_probe_steps / score.num_steps < 0.025
-
-
-def test_steps_after_a_change_of_arm_take_longer() -> None:
-    changes = [each for each in watched("cpu", Arm(1), 20.0)["worker-0"] if StepFlag.CHANGED_ARM in each.flags]
-    assert len(changes) == 1  # from the plain arm before the first step
-
-
 def test_a_difference_weighs_worlds_alike_and_has_the_error_of_its_pairs() -> None:
     def runs(variant: str, **percents: list[float]) -> list[Run]:
         return [
@@ -130,12 +118,6 @@ def test_a_difference_weighs_worlds_alike_and_has_the_error_of_its_pairs() -> No
     assert found.mean == pytest.approx((2.0 + 4.0) / 2)
     assert found.stderr == pytest.approx((1 / 3) ** 0.5 / 2)
     assert difference(after, []) is None
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_ablations_are_settings(name: str) -> None:
-    settings = changed(",".join(f"{field}={value}" for field, value in ABLATIONS[name].items()))
-    assert settings != EstimatorSettings()
 
 
 @pytest.mark.parametrize(
