@@ -9,18 +9,18 @@ from speclen.worker.backends.spinning import set_spins
 
 VERBS: Verbs = {
     "serve": (
-        "speclen.bench.comparison.serve",
+        "speclen.bench.serving.serve",
         "serve",
         "Latency of real traffic under every policy, interleaved.",
     ),
-    "step": ("speclen.bench.engine.step", "step", "Time and accepted tokens of single steps."),
+    "step": ("speclen.bench.step", "step", "Time and accepted tokens of single steps."),
     "policy": ("speclen.bench.simulation.policy", "policy", "The estimator and its variants in simulated worlds."),
     "controller": (
-        "speclen.bench.fleet.controller",
+        "speclen.bench.fleet",
         "controller",
         "Reports per second and round trips of the controller.",
     ),
-    "fleet": ("speclen.bench.fleet.controller", "fleet", "Load of a controller by number of workers."),
+    "fleet": ("speclen.bench.fleet", "fleet", "Load of a controller by number of workers."),
 }
 
 set_spins()  # takes effect only before torch is imported

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import typer
 
-from speclen.bench.engine.run import generate
-from speclen.bench.serving.chat import KINDS, ChatPrompts
+from speclen.bench.generate import generate
+from speclen.bench.serving.prompts import ChatPrompts
+from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.records import Arm, StepRecord
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
@@ -43,7 +44,7 @@ def prompts_of(pair: ModelPair, number: int) -> dict[str, Prompts]:
     """So many prompts of every kind."""
     if pair.tokenizer.chat_template:
         chat = ChatPrompts(pair.tokenizer)
-        return {kind: [chat.draw(kind, seed) for seed in range(number)] for kind in KINDS}
+        return {kind: [chat.draw(kind, seed) for seed in range(number)] for kind in CHAT_KINDS}
     files = PromptSource(pair.tokenizer, held_out_texts(), seed=0)
     return {"files": [files.draw(64) for _ in range(number)]}
 

@@ -25,7 +25,8 @@ import typer
 from training import Optimizers, completed, save, train
 from transformers import LlamaForCausalLM
 
-from speclen.bench.serving.chat import KINDS, ChatPrompts
+from speclen.bench.serving.prompts import ChatPrompts
+from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.records import PLAIN
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
@@ -86,7 +87,10 @@ def answers(
 def questions(prompts: ChatPrompts, first: int) -> Iterator[GenerationRequest]:
     """Requests from that number on, without end."""
     for number in itertools.count(first):
-        kind, temperature = KINDS[number % len(KINDS)], TEMPERATURES[number // len(KINDS) % len(TEMPERATURES)]
+        kind, temperature = (
+            CHAT_KINDS[number % len(CHAT_KINDS)],
+            TEMPERATURES[number // len(CHAT_KINDS) % len(TEMPERATURES)],
+        )
         sampling = SamplingParams(max_tokens=MAX_ANSWER, temperature=temperature, seed=number, logprobs=NUM_LABELS)
         yield GenerationRequest(str(number), prompts.draw(kind, number, held_out=False), sampling)
 

@@ -1,20 +1,27 @@
-"""Questions about the engine on a GPU: a start with nothing compiled, and the cost of sampling, at a vocabulary of 128k.
+"""Questions about the engine on a GPU: a start with nothing compiled, the cost of sampling, and outputs of captured steps.
 
-    python -m speclen.bench.gpu.own_engine cold|sampling --out RESULT.json [--dry-run]
+    python -m speclen.bench.gpu.own_engine cold|sampling|engine --out RESULT.json [--dry-run]
 
-The models have random weights in the shape of an 8B Llama's layers. The last line begins with pass, fail or skipped.
+Needs torch, transformers and numpy, and nothing of this project's environment but its source. For cold and sampling the
+models have random weights in the shape of an 8B Llama's layers. The last line begins with pass, fail or skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if "--dry-run" not in sys.argv:
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported: nothing is compiled yet
@@ -22,32 +29,40 @@ if "--dry-run" not in sys.argv:
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speclen.bench.engine.run import GREEDY, generate
+from speclen.bench.generate import GREEDY, generate
 from speclen.bench.gpu.answers import Answer
+from speclen.cli.support.machine import machine
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.recording import RerunRecorder
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
+from speclen.worker.drafting.arm_chooser import ArmChoice, FixedArm
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import SAMPLING_BYTES, EngineConfig, prepare
-from speclen.worker.models.loading import ModelPair, load_tokenizer
+from speclen.worker.engine.speculative import LaunchedStep
+from speclen.worker.engine.step_plan import StepPlan
+from speclen.worker.models.loading import ModelPair, load_pair, load_tokenizer
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import SamplingParams
 
 ROWS, LENGTH = 32, 5
 CLOSE = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # largest difference of attention's outputs, which are of size 1
 MORE_HOST_S = 1e-3  # that launching a sampled step may take beyond a greedy one
+# Two tokens whose float32 logits lie closer are a tie, which any shape of a product may break its own way.
+TIE = 1e-3
+MAX_GROWTH = 0.01  # of the device's memory over requests that must not make it grow
+Prompt = tuple[int, ...]
 
 
 def main() -> int:
     """0 unless the answer is no."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=("cold", "sampling"))
+    parser.add_argument("question", choices=ANSWERS)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--dry-run", action="store_true", help="with tiny models, on the CPU")
     options = parser.parse_args()
     answer = Answer(options.question, options.out)
-    (answer_cold if options.question == "cold" else answer_sampling)(answer, options.dry_run)
+    ANSWERS[options.question](answer, options.dry_run)
     return answer.end()
 
 
@@ -194,6 +209,113 @@ def measured(engine: Engine, sampling: SamplingParams, num_rows: int, num_tokens
     median = statistics.median
     return {"host_ms": median(host_s) * 1e3, "step_ms": median(step_s) * 1e3, "peak_mib": peak >> 20}
 
+
+class VaryingLengths:
+    """Another length at every step, 0 included; the same ones for the same seed."""
+
+    wants_evaluations = False
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.random = random.Random(seed)
+        self.longest = longest
+
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        return ArmChoice(Arm(self.random.randint(0, self.longest)))
+
+    def report(self, record: StepRecord) -> None:
+        pass
+
+
+def ragged(source: PromptSource, num: int) -> tuple[list[Prompt], list[int]]:
+    """Prompts and output lengths of all sizes."""
+    dice = random.Random(7)
+    return [source.draw(dice.randint(2, 100)) for _ in range(num)], [dice.randint(4, 40) for _ in range(num)]
+
+
+@torch.inference_mode()
+def widest_miss(model: object, prompt: Prompt, output: Sequence[int], device: torch.device) -> float:
+    """Largest gap in logits between the target's own choice and a token of the output."""
+    ids = torch.tensor([[*prompt, *output]], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # type: ignore[operator]
+    chosen = logits.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
+    return float((logits.max(dim=-1).values - chosen).max())
+
+
+def answer_engine(answer: Answer, dry: bool) -> None:
+    """Captured steps compared with plain ones, and both with the target alone."""
+    device = torch.device("cpu" if dry else "cuda:0")
+    answer.note(machine=machine(device))
+    pair = load_pair("bundled:target", "bundled:draft", str(device), "float32")
+    check_outputs(answer, pair, *((6, RerunRecorder()) if dry else (24, None)))
+
+
+def check_outputs(answer: Answer, pair: ModelPair, num_requests: int, recorder: Recorder | None) -> None:
+    """Check outputs, waits and memory on a float32 pair, where tokens can be compared exactly."""
+    prompts, max_tokens = ragged(PromptSource(pair.tokenizer, held_out_texts(), 1), num_requests)
+    config = EngineConfig(max_batch_size=12, max_speculation_length=6, seed=1, backend="torch")
+    plain = Engine(pair, replace(config, max_recordings=0), VaryingLengths(2, 6))
+    recorded = Engine(pair, config, VaryingLengths(2, 6), prepare(pair, config, recorder))
+    expected = generate(plain, prompts, max_tokens)
+    found = generate(recorded, prompts, max_tokens)
+    num_different = sum(a != b for a, b in zip(expected, found, strict=True))
+    is_captured = isinstance(recorded.target, CapturedModel) and recorded.target.recorder is not None
+    answer.check("steps are captured", is_captured, f"{recorded.target.num_first_uses} passes of the target")
+    # A tie that two shapes of a product break differently changes a whole output.
+    few = num_different <= num_requests // 20
+    answer.check("captured steps give the tokens of plain ones", few, f"{num_different} of {num_requests} differ")
+    for name, outputs in (("plain", expected), ("captured", found)):
+        miss = max(widest_miss(pair.target, p, o, pair.device) for p, o in zip(prompts, outputs, strict=True))
+        is_own = miss < TIE
+        answer.check(f"{name} steps generate what the target alone would", is_own, f"logits at most {miss:.1e} below")
+    check_launches(answer, recorded, prompts, max_tokens)
+    check_memory(answer, recorded, prompts)
+
+
+def check_launches(answer: Answer, engine: Engine, prompts: Sequence[Prompt], max_tokens: Sequence[int]) -> None:
+    """Serve requests again, and count how often the host waits for the device before all passes of a step are launched."""
+    launch, num_waits, device = engine.runner.launch, 0, engine.pair.device
+
+    def watched(plan: StepPlan) -> LaunchedStep:
+        nonlocal num_waits
+        num_recorded = engine.target.num_first_uses, engine.draft and engine.draft.num_first_uses
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step = launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        if num_recorded == (engine.target.num_first_uses, engine.draft and engine.draft.num_first_uses):
+            num_waits += sum("synchronizing CUDA operation" in str(one.message) for one in told)
+        return step
+
+    if device.type == "cuda":
+        engine.runner.launch = watched  # type: ignore[method-assign]
+    generate(engine, prompts, max_tokens)
+    engine.runner.launch = launch  # type: ignore[method-assign]
+    answer.check("steps are launched without waiting", not num_waits, f"{num_waits} operations waited")
+
+
+def check_memory(answer: Answer, engine: Engine, prompts: Sequence[Prompt], rounds: int = 3) -> None:
+    """Serve more requests of the same shapes; the device's memory and the recordings must stay."""
+    before = allocated(engine.pair.device)
+    for _ in range(rounds):
+        generate(engine, prompts, [8] * len(prompts))
+    after = allocated(engine.pair.device)
+    growth = (after - before) / max(before, 1)
+    detail = f"{rounds * len(prompts)} requests: {before >> 20} to {after >> 20} MiB"
+    answer.check("memory is flat", growth <= MAX_GROWTH, detail)
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on the device; 0 on a CPU, which does not tell."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+ANSWERS = {"cold": answer_cold, "sampling": answer_sampling, "engine": answer_engine}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,21 @@ from speclen.worker.models.source import locate
 from speclen.worker.models.widen import widened_config
 
 ROWS, CONTEXT_TOKENS = 32, 1024
-GRAPH_ROWS = (1, 4, 16, 32)  # of the steps that graphs are captured for; more take longer than they save here
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The pair, and where and how it is computed. block_s: of a measured closed loop, which has to end some requests."""
+    """The pair, and where and how it is computed. lengths: to compare."""
 
     target: str
     draft: str
     device: str
     dtype: str
     lengths: tuple[int, ...]
-    block_s: float
 
 
-FULL = Models("bundled:target-6.7b", "bundled:draft-125m", "cuda", "bfloat16", (0, 1, 3, 5, 8), 1.2)
-DRY = Models("bundled:target", "bundled:draft", "cpu", "float32", (0, 1, 3, 5), 4.0)
+FULL = Models("bundled:target-6.7b", "bundled:draft-125m", "cuda", "bfloat16", (0, 1, 3, 5, 8))
+DRY = Models("bundled:target", "bundled:draft", "cpu", "float32", (0, 1, 3, 5))
 
 
 def set_environment(models: Models, runner: str, controller: str) -> None:
@@ -50,52 +49,98 @@ def set_environment(models: Models, runner: str, controller: str) -> None:
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
-def make_engine(models: Models, folder: Path) -> Any:
-    """A vllm.LLMEngine. folder: for configurations and tokenizers, which vLLM reads from files."""
+def make_engine(
+    models: Models,
+    folder: Path,
+    table: Sequence[Sequence[int]],
+    speculative: dict[str, Any],
+    plugin: bool = True,
+    **changes: Any,
+) -> Any:
+    """A vllm.LLMEngine for the target, as a user starts it. folder: for configurations and tokenizers, read from files.
+
+    table: lengths by batch size. speculative, changes: further settings of vLLM. A method other than draft_model brings a
+    draft of its own.
+    """
     from vllm import EngineArgs, LLMEngine
 
-    from speclen.integrations.vllm import register
+    if plugin:
+        from speclen.integrations.vllm import register
 
-    register()  # the package's entry point, which is not found where the package is not installed
+        register()  # the package's entry point, which is not found where the package is not installed
     register_loader(models)
-    for name in (models.target, models.draft):
-        write_config(name, models.dtype, folder_of(folder, name))
-    arguments = EngineArgs(
-        model=str(folder_of(folder, models.target)),
-        load_format="speclen",
-        dtype=models.dtype,
-        seed=0,
-        max_num_seqs=ROWS,
-        max_model_len=CONTEXT_TOKENS,
-        max_num_batched_tokens=2560,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        generation_config="vllm",
-        scheduler_cls="speclen.integrations.vllm.Scheduler",
-        speculative_config={
-            "method": "draft_model",
-            "model": str(folder_of(folder, models.draft)),
-            "num_speculative_tokens": models.lengths[-1],
-            "num_speculative_tokens_per_batch_size": table_of(models.lengths),
-        },
-        **(of_a_gpu(models.lengths[-1]) if models.device == "cuda" else {"enforce_eager": True}),
-    )
-    return LLMEngine.from_engine_args(arguments)
+    write_config(models.target, models.dtype, folder_of(folder, models.target))
+    settings = {"method": "draft_model", "num_speculative_tokens_per_batch_size": table, **speculative}
+    settings.setdefault("num_speculative_tokens", models.lengths[-1])
+    if settings["method"] == "draft_model":
+        write_config(models.draft, models.dtype, folder_of(folder, models.draft))
+        settings["model"] = str(folder_of(folder, models.draft))
+    arguments: dict[str, Any] = {
+        "model": str(folder_of(folder, models.target)),
+        "load_format": "speclen",
+        "dtype": models.dtype,
+        "seed": 0,
+        "max_num_seqs": ROWS,
+        "max_model_len": CONTEXT_TOKENS,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "scheduler_cls": "speclen.integrations.vllm.Scheduler" if plugin else None,
+        "speculative_config": settings,
+        "enforce_eager": models.device == "cpu",
+    }
+    return LLMEngine.from_engine_args(EngineArgs(**(arguments | changes)))
 
 
-def table_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Length 5, then 3. The others stand at sizes just below the largest, so that V2 captures graphs for all of them."""
-    others = [length for length in lengths if length not in (3, 5)]
-    first = ROWS - len(others)
-    named = [(size, size, length) for size, length in enumerate(others, first)]
-    return [(1, 4, 5), (5, first - 1, 3), *named, (ROWS, ROWS, 3)]
+class Loop:
+    """Requests on one engine, and the lengths that it drafts. engine: a vllm.LLMEngine in this process."""
 
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.core = engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.steering: Any = getattr(self.scheduler, "steering", None)
+        self.configured = list(self.scheduler.dynamic_sd_lookup or ())
+        self.names = itertools.count()
+        self.length: int | None = None
 
-def of_a_gpu(longest: int) -> dict[str, Any]:
-    """Memory, and graphs for the tokens of every length's verification and, one more a row, of the draft's first pass."""
-    sizes = sorted({rows * queries for rows in GRAPH_ROWS for queries in range(1, longest + 3)} | {128, 512})
-    graphs = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": max(sizes)}
-    return {"kv_cache_memory_bytes": 20 << 30, "compilation_config": graphs}
+    def use(self, length: int | None) -> None:
+        """Draft this many tokens at every batch size; None: as the plugin chooses."""
+        self.length = length
+        if self.steering is not None:
+            self.scheduler.steering = self.steering if length is None else None
+        lookup = self.configured if length is None else [length] * len(self.configured)
+        self.scheduler.dynamic_sd_lookup[:] = lookup
+
+    def add(self, prompt: Sequence[int], num_tokens: int, **sampling: Any) -> str:
+        """Submit a request; returns its name."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+        name, kind = f"r{next(self.names)}", RequestOutputKind.DELTA
+        params = SamplingParams(max_tokens=num_tokens, output_kind=kind, **settings)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        return name
+
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, before: Callable[[int], None] = lambda step: None
+    ) -> list[list[int]]:
+        """Greedy outputs of requests that run together. before: called with each step's number."""
+        found: dict[str, list[int]] = {self.add(prompt, num_tokens): [] for prompt in prompts}
+        for step in itertools.count():
+            if all(len(tokens) == num_tokens for tokens in found.values()):
+                break
+            before(step)
+            for output in self.engine.step():
+                found[output.request_id] += output.outputs[0].token_ids
+        self.drain()
+        return list(found.values())
+
+    def drain(self) -> None:
+        """Finish what is under way."""
+        while self.engine.has_unfinished_requests() or self.core.batch_queue:
+            self.engine.step()
 
 
 def folder_of(folder: Path, name: str) -> Path:

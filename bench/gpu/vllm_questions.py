@@ -9,7 +9,6 @@ fail or skipped. A dry run needs vLLM's build for CPUs, see scripts/vllm_check; 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import os
@@ -25,10 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from speclen.bench.gpu.answers import Answer
-from speclen.bench.gpu.vllm_engine import DRY, FULL, Models, folder_of, register_loader, set_environment, write_config
+from speclen.bench.gpu.vllm_engine import (
+    CONTEXT_TOKENS,
+    DRY,
+    FULL,
+    ROWS,
+    Loop,
+    Models,
+    make_engine,
+    set_environment,
+    write_config,
+)
 
 NOBODY = "127.0.0.1:9"  # no controller listens there
-ROWS, CONTEXT_TOKENS = 32, 1024
 CLOCK = (0.97, 1.03)  # reported over true time of steps
 ALIKE = 0.6  # tokens as at length 0, relative to one constant length: in 16 bits lengths break ties differently
 STEPS_EACH = 5  # between two changes of the length
@@ -151,8 +159,8 @@ def run_row(row: Row, models: Models, out: Path) -> None:
     logging.getLogger("vllm").addHandler(said)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(row, models, Path(folder))
-        loop = Loop(engine, models)
+        engine = engine_of(row, models, Path(folder))
+        loop = Measured(engine, models)
         facts["start_s"] = round(time.monotonic() - begun, 1)
         facts["kv_blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
         facts["v2"] = engine.vllm_config.use_v2_model_runner
@@ -190,55 +198,25 @@ class Sentences(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def make_engine(row: Row, models: Models, folder: Path) -> Any:
-    """A vllm.LLMEngine with all of the device's memory for keys and values, as a user starts it."""
-    from vllm import EngineArgs, LLMEngine
-
-    if row.plugin:
-        import speclen.integrations.vllm as plugin
-
-        plugin.register()
-    register_loader(models)
+def engine_of(row: Row, models: Models, folder: Path) -> Any:
+    """The engine of a row, with all of the device's memory for keys and values."""
     longest = models.lengths[-1]
-    table = [[1, 4, longest], [5, 8, 3], [9, 16, 1], [17, 24, 0], [25, ROWS, 3]]
-    speculative = {
-        "method": row.draft,
-        "num_speculative_tokens": longest if row.draft != "mtp" else 3,
-        "num_speculative_tokens_per_batch_size": table if row.draft != "mtp" else [[1, 16, 3], [17, ROWS, 0]],
-        **row.speculative,
-    }
-    write_config(models.target, models.dtype, folder_of(folder, models.target))
-    model, extra = folder_of(folder, models.target), {"load_format": "speclen"}
-    if row.draft == "draft_model":
-        write_config(models.draft, models.dtype, folder_of(folder, models.draft))
-        speculative["model"] = str(folder_of(folder, models.draft))
-    elif row.draft == "eagle3":
-        speculative["model"] = str(write_random_head(model, folder / "eagle3"))
-        speculative["draft_load_config"] = {"load_format": "dummy"}
-    else:
-        model, extra = write_hybrid(models, folder / "hybrid"), {"load_format": "random"}
+    speculative: dict[str, Any] = {"method": row.draft, **row.speculative}
+    table, changes = [[1, 4, longest], [5, 8, 3], [9, 16, 1], [17, 24, 0], [25, ROWS, 3]], dict[str, Any]()
+    if row.draft == "eagle3":
+        head = write_random_head(models, folder / "eagle3")
+        speculative |= {"model": str(head), "draft_load_config": {"load_format": "dummy"}}
+    elif row.draft == "mtp":
         register_random()
-    arguments = EngineArgs(
-        model=str(model),
-        dtype="bfloat16" if row.draft == "mtp" else models.dtype,  # which GDN's kernels for CPUs want
-        seed=0,
-        max_num_seqs=ROWS,
-        max_model_len=CONTEXT_TOKENS,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        generation_config="vllm",
-        scheduler_cls="speclen.integrations.vllm.Scheduler" if row.plugin else None,
-        speculative_config=speculative,
-        enforce_eager=models.device == "cpu",
-        **extra,
-    )
-    return LLMEngine.from_engine_args(arguments)
+        speculative["num_speculative_tokens"], table = 3, [[1, 16, 3], [17, ROWS, 0]]
+        changes = {"model": str(write_hybrid(models, folder / "hybrid")), "load_format": "random", "dtype": "bfloat16"}
+    return make_engine(models, folder, table, speculative, row.plugin, **changes)
 
 
-def write_random_head(target: Path, folder: Path) -> Path:
-    """The configuration of an EAGLE-3 head of one layer for a target."""
-    content = json.loads((target / "config.json").read_text())
-    folder.mkdir()
+def write_random_head(models: Models, folder: Path) -> Path:
+    """The configuration of an EAGLE-3 head of one layer for the target."""
+    write_config(models.target, models.dtype, folder)
+    content = json.loads((folder / "config.json").read_text())
     num_layers = content["num_hidden_layers"]
     content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, num_layers // 2, num_layers - 1]}
     content |= {
@@ -296,39 +274,17 @@ def write_hybrid(models: Models, folder: Path) -> Path:
     return folder
 
 
-class Loop:
-    """Requests on one engine, and the lengths that it drafts. engine: a vllm.LLMEngine in this process."""
+class Measured(Loop):
+    """A loop with numbers of steps and tokens that suit the device."""
 
     def __init__(self, engine: Any, models: Models) -> None:
-        self.engine, self.lengths = engine, models.lengths
-        self.core = engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
-        self.steering: Any = getattr(self.scheduler, "steering", None)
-        self.configured = list(self.scheduler.dynamic_sd_lookup or ())
+        super().__init__(engine)
+        self.lengths = models.lengths
         self.num_steps, self.num_first, self.num_tokens = (200, 10, 48) if models.device == "cuda" else (4, 1, 8)
-        self.names = itertools.count()
-
-    def use(self, length: int | None) -> None:
-        """Draft so many tokens at every batch size; None: by the plugin."""
-        if self.steering is not None:
-            self.scheduler.steering = self.steering if length is None else None
-        lookup = self.configured if length is None else [length] * len(self.configured)
-        self.scheduler.dynamic_sd_lookup[:] = lookup
-
-    def add(self, number: int, num_tokens: int, **sampling: Any) -> str:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
-        name, prompt = f"r{next(self.names)}", [7 + (31 * number + at) % 1500 for at in range(64 + number)]
-        kind = RequestOutputKind.DELTA
-        params = SamplingParams(max_tokens=num_tokens, output_kind=kind, **settings)
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        return name
 
     def steady(self, num_rows: int, num_steps: int, before: Callable[[int], None] = lambda step: None) -> float:
-        """Seconds of steps of so many requests, after a few; they are aborted. before: called with each step's number."""
-        names = [self.add(number, CONTEXT_TOKENS - 200) for number in range(num_rows)]
+        """Seconds of steps of num_rows requests, after a few; they are aborted. before: called with each step's number."""
+        names = [self.add(prompt_of(number), CONTEXT_TOKENS - 200) for number in range(num_rows)]
         for _ in range(self.num_first):
             self.engine.step()
         begun = time.perf_counter()
@@ -340,28 +296,16 @@ class Loop:
         self.drain()
         return seconds
 
-    def outputs(self, before: Callable[[int], None]) -> list[list[int]]:
-        """Greedy outputs of eight requests at once."""
-        found: dict[str, list[int]] = {self.add(number, self.num_tokens): [] for number in range(8)}
-        step = 0
-        while any(len(tokens) < self.num_tokens for tokens in found.values()):
-            before(step)
-            for output in self.engine.step():
-                found[output.request_id] += output.outputs[0].token_ids
-            step += 1
-        self.drain()
-        return list(found.values())
-
-    def drain(self) -> None:
-        while self.engine.has_unfinished_requests() or self.core.batch_queue:
-            self.engine.step()
-
     def changing(self, lengths: tuple[int, ...]) -> Callable[[int], None]:
-        """A length after the other, each for some steps."""
+        """One length after the other, each for some steps."""
         return lambda step: self.use(lengths[step // STEPS_EACH % len(lengths)])
 
 
-def drafting(loop: Loop, facts: dict[str, Any]) -> None:
+def prompt_of(number: int) -> list[int]:
+    return [7 + (31 * number + at) % 1500 for at in range(64 + number)]
+
+
+def drafting(loop: Measured, facts: dict[str, Any]) -> None:
     """Milliseconds of the draft, and of whole steps, at each length and 16 rows."""
     facts["draft_ms"], facts["step_ms"] = {}, {}
     for length in loop.lengths:
@@ -415,7 +359,7 @@ def timed_drafts(core: Any) -> Iterator[Drafts]:
             torch.cuda.synchronize()
 
 
-def clock(loop: Loop, facts: dict[str, Any]) -> None:
+def clock(loop: Measured, facts: dict[str, Any]) -> None:
     """The plugin's times of steps over the true ones, at few rows and many."""
     loop.use(None)
     reported: list[tuple[float, float]] = []  # when, and seconds of the step
@@ -436,13 +380,14 @@ def clock(loop: Loop, facts: dict[str, Any]) -> None:
     loop.steering.control.report = report
 
 
-def outputs(loop: Loop, facts: dict[str, Any]) -> None:
+def outputs(loop: Measured, facts: dict[str, Any]) -> None:
     """Share of greedy tokens, before the first that differs, that are those of length 0, at one length and at several."""
     lengths = (3, 0) if facts["row"]["draft"] == "mtp" else loop.lengths
-    expected = loop.outputs(lambda step: loop.use(0))
+    prompts = [prompt_of(number) for number in range(8)]
+    expected = loop.outputs(prompts, loop.num_tokens, lambda step: loop.use(0))
     facts["distinct"] = len({token for tokens in expected for token in tokens})
     for name, before in (("one_length", lambda step: loop.use(max(lengths))), ("outputs", loop.changing(lengths))):
-        found = loop.outputs(before)
+        found = loop.outputs(prompts, loop.num_tokens, before)
         facts[name] = sum(map(num_alike, found, expected)) / (len(expected) * loop.num_tokens)
 
 
@@ -450,18 +395,18 @@ def num_alike(tokens: list[int], others: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), len(tokens))
 
 
-def sampled(loop: Loop, facts: dict[str, Any]) -> None:
+def sampled(loop: Measured, facts: dict[str, Any]) -> None:
     """Requests with top-p, and with a grammar, end as they should."""
     from vllm.sampling_params import StructuredOutputsParams
 
     loop.use(None)
-    names = {loop.add(number, loop.num_tokens, temperature=0.7, top_p=0.9): 0 for number in range(8)}
+    names = {loop.add(prompt_of(number), loop.num_tokens, temperature=0.7, top_p=0.9): 0 for number in range(8)}
     choice = {
         "structured_outputs": StructuredOutputsParams(choice=["yes", "no"]),
         "detokenize": True,
         "ignore_eos": False,
     }
-    asked, text = loop.add(9, loop.num_tokens, **choice), ""
+    asked, text = loop.add(prompt_of(9), loop.num_tokens, **choice), ""
     while loop.engine.has_unfinished_requests():
         for output in loop.engine.step():
             if output.request_id == asked:
@@ -472,7 +417,7 @@ def sampled(loop: Loop, facts: dict[str, Any]) -> None:
     facts["sampled"] = text in ("yes", "no") and set(names.values()) == {loop.num_tokens}
 
 
-def graphs(loop: Loop, facts: dict[str, Any]) -> None:
+def graphs(loop: Measured, facts: dict[str, Any]) -> None:
     """Shares of decoding passes of the target in full graphs, by length, with a length that changes."""
     facts["graphs"] = {"share_full": {}}
     try:

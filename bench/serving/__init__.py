@@ -1,1 +1,1 @@
-"""Serving real traffic under every policy."""
+"""`speclen bench serve`: policies compared on the same traffic, on one warm worker."""

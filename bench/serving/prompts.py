@@ -8,12 +8,75 @@ extracted stands in an `__all__`.
 
 from __future__ import annotations
 
+import hashlib
+import random
+import re
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from speclen.bench.serving import chat
-from speclen.bench.serving.tracks import FIRST_TURN_TOKENS, MAX_TURNS, TURN_TOKENS, Arrival
+from speclen.bench.serving.traffic import CHAT_KINDS, FIRST_TURN_TOKENS, MAX_TURNS, TURN_TOKENS, Arrival
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
+
+FILE = Path(__file__).with_name("chat.toml")
+PLACEHOLDER = re.compile(r"\{([a-z]+)(_\d)?\}")
+
+
+def is_held_out(text: str) -> bool:
+    """True for a prompt that no draft is trained on."""
+    return hashlib.sha256(text.encode()).digest()[0] < 128
+
+
+class ChatPrompts:
+    """Draws prompts of every kind, each from its own seed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Raises ValueError for a tokenizer without a chat template."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "the target's tokenizer has no chat template, and this track asks a chat model: use another --target "
+                "(scripts/real_model makes one) or another --track"
+            )
+        self._tokenizer = tokenizer
+        self._texts = tomllib.loads(FILE.read_text("utf-8"))
+
+    def draw(self, kind: str, seed: int, held_out: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, up to where the answer begins."""
+        messages = self.messages(kind, seed, held_out)
+        return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+
+    def messages(self, kind: str, seed: int, held_out: bool = True) -> list[dict[str, str]]:
+        """The same as messages of a chat."""
+        roles = ("user", "assistant")
+        turns = self.turns(kind, seed, held_out)
+        return [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
+
+    def turns(self, kind: str, seed: int, held_out: bool = True) -> list[str]:
+        """Messages of user and assistant in turn, the user first and last."""
+        rng = random.Random(seed)
+        while True:
+            template = rng.choice(self._texts[kind]["prompts"])
+            # Of a conversation at least two questions.
+            template = template[: rng.randrange(min(3, len(template)), len(template) + 1, 2)]
+            turns = fill(template, self._texts["words"], rng)
+            if is_held_out("\n".join(turns)) == held_out:
+                return turns
+
+
+def fill(template: Sequence[str], words: dict[str, list[str]], rng: random.Random) -> list[str]:
+    """The texts with their placeholders replaced, alike in all of them."""
+    chosen: dict[tuple[str, str | None], str] = {}
+
+    def value(match: re.Match[str]) -> str:
+        name, number = match.groups()
+        if (name, number) not in chosen:
+            taken = {text for (other, _), text in chosen.items() if other == name}
+            chosen[name, number] = rng.choice([one for one in words[name] if one not in taken])
+        return PLACEHOLDER.sub(value, chosen[name, number])
+
+    return [PLACEHOLDER.sub(value, text) for text in template]
+
 
 HEAD_TOKENS = 12  # of the file or sentence that is to be repeated: enough to know which
 CONVERSATION_TOKENS = FIRST_TURN_TOKENS + MAX_TURNS * TURN_TOKENS
@@ -33,7 +96,7 @@ ASKED_OF_TEXTS = {
     "extract": ("code", '\n\n\n__all__ = [\n    "', False),
     "quote": ("prose", '\n\nAs was said above: "', True),
 }
-KINDS = (*TEXTS, *ASKED_OF_TEXTS, "chat", *chat.KINDS)
+KINDS = (*TEXTS, *ASKED_OF_TEXTS, "chat", *CHAT_KINDS)
 
 
 class PromptDrawer:
@@ -42,15 +105,15 @@ class PromptDrawer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._sources: dict[str, PromptSource] = {}
-        self._chat: chat.ChatPrompts | None = None
+        self._chat: ChatPrompts | None = None
 
     def draw(self, kind: str, num_tokens: int, seed: int) -> tuple[int, ...]:
         """Exactly num_tokens ids; for chat models as many as the text has.
 
         Raises ValueError for an unknown kind, too few tokens for it, or a tokenizer without a chat template.
         """
-        if kind in chat.KINDS:
-            self._chat = self._chat or chat.ChatPrompts(self._tokenizer)
+        if kind in CHAT_KINDS:
+            self._chat = self._chat or ChatPrompts(self._tokenizer)
             return self._chat.draw(kind, seed)
         if kind in TEXTS:
             return self._text(kind, num_tokens, seed)

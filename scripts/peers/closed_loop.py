@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from program import Server
 
-from speclen.bench.serving.chat import ChatPrompts
-from speclen.bench.serving.recipes import CHAT
+from speclen.bench.serving.prompts import ChatPrompts
+from speclen.bench.serving.traffic import CHAT
 
 SET = 3 * len(CHAT.kinds)  # requests: each kind as often
 

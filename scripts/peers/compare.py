@@ -20,8 +20,8 @@ import typer
 from closed_loop import SET, closed_loop
 from program import HERE, Mode, Server, modes
 
-from speclen.bench.rates import as_table
-from speclen.bench.serving.chat import ChatPrompts
+from speclen.bench.figures import as_table
+from speclen.bench.serving.prompts import ChatPrompts
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.output import write_whole
 from speclen.cli.support.processes import end_as_by_ctrl_c

@@ -7,7 +7,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from speclen.bench.serving.chat import KINDS, ChatPrompts
+from speclen.bench.serving.prompts import ChatPrompts
+from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.cli.support.processes import Child
 from speclen.records import PLAIN, parse_arm
 from speclen.worker.drafting.arm_chooser import FixedArm
@@ -96,7 +97,7 @@ def outputs(pair, prompts, arm):
 def test_speculation_changes_no_answer(target):
     pair = load_pair(str(target), None, "cpu", "float32")
     drawer = ChatPrompts(pair.tokenizer)
-    prompts = [drawer.draw(KINDS[number % len(KINDS)], number) for number in range(200)]
+    prompts = [drawer.draw(CHAT_KINDS[number % len(CHAT_KINDS)], number) for number in range(200)]
     expected, _ = outputs(pair, prompts, PLAIN)
     found, num_accepted = outputs(pair, prompts, parse_arm("n-gram"))
     assert [number for number in expected if expected[number] != found[number]] == []

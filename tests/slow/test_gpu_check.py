@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from speclen.bench.gpu import checks
-from speclen.worker.backends.torch.recording import RerunRecorder
-from speclen.worker.models.loading import load_pair
+from speclen.bench.gpu import own_engine
+from speclen.bench.gpu.answers import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,17 +31,16 @@ def test_a_dry_run_answers_every_question(tmp_path: Path) -> None:
         assert all(json.loads((tmp_path / f"{name}.json").read_text())["checks"].values())
 
 
-def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = checks.generate
+def test_wrong_tokens_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = own_engine.generate
 
     def lying(*arguments: object) -> list[list[int]]:
         return [[*output[:-1], (output[-1] + 1) % 100] for output in honest(*arguments)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checks, "generate", lying)
-    pair = load_pair("bundled:target", "bundled:draft", "cpu", "float32")
-    found = checks.run_checks(pair, 6, RerunRecorder())
-    failed = [one.name for one in found if not one.passed]
-    assert failed == [
+    monkeypatch.setattr(own_engine, "generate", lying)
+    answer = Answer("engine", tmp_path / "engine.json")
+    own_engine.answer_engine(answer, dry=True)
+    assert [name for name, passed in answer.document["checks"].items() if not passed] == [
         "plain steps generate what the target alone would",
         "captured steps generate what the target alone would",
     ]
@@ -50,5 +48,5 @@ def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_needs_nothing_that_a_bare_machine_with_torch_lacks() -> None:
     missing = ["grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import speclen.bench.gpu.checks"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import speclen.bench.gpu.own_engine"
     subprocess.run([sys.executable, "-c", code], check=True)

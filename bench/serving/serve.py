@@ -14,15 +14,13 @@ import grpc
 import typer
 from rich.console import Console
 
-from speclen.bench.comparison.outputs import OutputCheck, target_alone
-from speclen.bench.comparison.plan import Plan
-from speclen.bench.comparison.report import print_comparison, to_document, write_document
-from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
-from speclen.bench.serving.block import ServedBlock, figures_of, serve_block
-from speclen.bench.serving.capacity import LENGTHS, busy_block, busy_rate
-from speclen.bench.serving.load import Prompt
+from speclen.bench.serving.load import LENGTHS, Prompt, ServedBlock, busy_block, busy_rate, figures_of, serve_block
+from speclen.bench.serving.outputs import OutputCheck, target_alone
+from speclen.bench.serving.plan import Plan
 from speclen.bench.serving.prompts import PromptDrawer
-from speclen.bench.serving.tracks import Block, make_block
+from speclen.bench.serving.report import print_comparison, to_document, write_document
+from speclen.bench.serving.rounds import Comparison, Round, run_rounds
+from speclen.bench.serving.traffic import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.machine import machine, provenance

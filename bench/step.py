@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
-from speclen.bench.engine.run import generate
-from speclen.bench.spread import Spread, figure, ratio, spread
+from speclen.bench.figures import Spread, figure, ratio, spread
+from speclen.bench.generate import generate
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
 from speclen.cli.support.output import UserError, user_errors, write_whole

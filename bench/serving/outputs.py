@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speclen.bench.serving.load import Prompt, RequestOutcome
-from speclen.bench.serving.tracks import Arrival
+from speclen.bench.serving.traffic import Arrival
 
 # How far below the best token, in logits, a token of a tie may lie, by dtype: at least, and as a share of the largest
 # logit. Differences of bfloat16's top logits deviate from float32's by 0.5% of that (root mean square; 0.02 of 5 in the

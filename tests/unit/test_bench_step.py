@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from speclen.bench.engine import step as step_benchmark
-from speclen.bench.engine.run import generate
-from speclen.bench.spread import ratio, spread
+from speclen.bench import step as step_benchmark
+from speclen.bench.figures import ratio, spread
+from speclen.bench.generate import generate
 from speclen.cli.support.output import UserError
 from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import FixedArm

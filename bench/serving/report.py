@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from speclen.bench.comparison.rounds import Comparison, Ratio
+from speclen.bench.serving.rounds import Comparison, Ratio
 from speclen.cli.support.output import write_whole
 
 # Heading, figure of one block, format. Latencies in seconds, accepted tokens by step and sequence.

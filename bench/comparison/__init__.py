@@ -1,1 +1,0 @@
-"""Policies compared on the same traffic: the plan, the runs, statistics, tables, pictures."""

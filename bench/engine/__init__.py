@@ -1,1 +1,0 @@
-"""Single steps of the engine."""
