@@ -36,7 +36,7 @@ def check_greedy(target: torch.nn.Module, prompt_ids: list[int], ids: list[int])
     assert float(behind.max()) < TIE, f"token {int(behind.argmax())} is {float(behind.max())} behind the target's"
 
 
-def test_greedy_output_is_the_targets_own_under_every_arm(fleet):
+def test_greedy_output_equals_the_targets_under_every_arm(fleet):
     """Requests of all arms share their batches."""
     channel = fleet.channel
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_TARGET)
@@ -62,19 +62,19 @@ def check_counts(output: gen.GenerateComplete, speculation: int | None) -> None:
         assert (counts.num_draft_tokens > 0) == (speculation > 0)
 
 
-def test_reports_of_real_decoding_become_the_learned_table(fleet):
+def test_reports_of_real_decoding_fill_the_learned_table(fleet):
     generate(fleet.channel, PROMPTS[0], MAX_TOKENS)
     learned = "SELECT count(*) FROM learned_table WHERE num_steps > 0 AND source IN ('online', 'both')"
     assert until(lambda: protocol.rows(fleet.database, learned)[0][0])
     assert set(choices_of(server_info(fleet.channel).table)) == set(range(1, 9))
 
 
-def test_the_verb_generate_prints_what_the_call_gives(fleet):
+def test_the_verb_generate_prints_the_output_of_the_call(fleet):
     printed = as_json("generate", PROMPTS[0], "--worker", fleet.address, "--max-tokens", "8", "--json")
     assert generate(fleet.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
 
 
-def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):
+def test_a_worker_keeps_serving_without_a_controller_and_loses_no_report(tmp_path):
     """Before there is one, while it stands still, and when it was killed; in the end every step is on disk, once."""
     controller = servers.controller(tmp_path)
     worker = servers.worker(tmp_path, controller.address).start()

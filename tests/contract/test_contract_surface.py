@@ -51,12 +51,12 @@ def test_a_view_has_rows(learned, view):
     assert protocol.rows(learned, f"SELECT * FROM {view} LIMIT 1")
 
 
-def test_every_bucket_has_one_best_row(learned):
+def test_every_batch_range_has_one_best_arm(learned):
     best = protocol.rows(learned, "SELECT sum(is_best) FROM learned_table GROUP BY context, batch_min")
     assert set(best) == {(1,)}
 
 
-def test_verbs_read_a_database_in_use(learned):
+def test_verbs_read_a_database_that_a_controller_is_using(learned):
     cells = as_json("tables", "--db", str(learned), "--json")
     assert len(cells) == protocol.rows(learned, "SELECT count(*) FROM choices")[0][0]
     explained = as_json("explain", "--db", str(learned), "--batch", "4", "--context", "target-learned", "--json")
@@ -65,7 +65,7 @@ def test_verbs_read_a_database_in_use(learned):
     assert as_json("doctor", "--db", str(learned), "--json") is not None
 
 
-def test_the_simplest_client_reports_a_step_and_gets_a_length(controller):
+def test_the_simplest_client_reports_a_step_and_receives_a_length(controller):
     control = Control(controller.channel, "simplest", "simplest")
     assert set(control.register()) == set(range(1, protocol.MAX_BATCH_SIZE + 1))
     for seq, applied in ((1, 1), (2, 2), (2, 2), (1, 2), (5, 5)):  # repeated and missing ones are no error

@@ -13,7 +13,7 @@ LOG_LINES = 60  # of each program, printed with a promise that was broken
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_promise_holds(name, tmp_path) -> None:
+def test_the_promise_of_a_fault_holds(name, tmp_path) -> None:
     place = Place(tmp_path, SECONDS, random.Random(name))
     try:
         print(FAULTS[name].run(place))

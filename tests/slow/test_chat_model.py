@@ -62,7 +62,7 @@ def ask(client, messages, **options):
     return client.chat.completions.create(model=NAME, messages=messages, **{"temperature": 0, **options})
 
 
-def test_an_answer_keeps_to_its_schema(client):
+def test_an_answer_follows_its_schema(client):
     schema = {"name": "order", "schema": SCHEMA, "strict": True}
     answer = ask(
         client,

@@ -43,7 +43,7 @@ def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_sglang_drafts_the_lengths_that_are_written(parser: ModuleType, tmp_path: Path) -> None:
+def test_sglang_drafts_the_exported_lengths(parser: ModuleType, tmp_path: Path) -> None:
     ranges = [Range(1, 4, 5), Range(5, 16, 2), Range(17, 32, 0)]
     (tmp_path / "table.json").write_text(to_sglang(ranges)[0])
     params = parser.AdaptiveSpeculativeParams(2, str(tmp_path / "table.json"))

@@ -46,7 +46,7 @@ def test_wrong_tokens_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_it_needs_nothing_that_a_bare_machine_with_torch_lacks() -> None:
+def test_the_gpu_check_imports_only_torch_transformers_and_numpy() -> None:
     missing = ["grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import speclen.bench.gpu.own_engine"
     subprocess.run([sys.executable, "-c", code], check=True)

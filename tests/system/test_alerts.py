@@ -84,7 +84,7 @@ def selectors(node) -> Iterator:
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_an_expression_asks_for_what_there_is(page, name):
+def test_expressions_use_existing_metrics_and_labels(page, name):
     found = [each for each in selectors(ast.parse(EXPRESSIONS[name])) if each.name not in ELSEWHERE]
     assert found or "up" in EXPRESSIONS[name]
     for selector in found:
@@ -94,6 +94,6 @@ def test_an_expression_asks_for_what_there_is(page, name):
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
 @pytest.mark.parametrize("arguments", ["check config prometheus.yaml", "test rules alerts_test.yaml"])
-def test_prometheus_agrees(arguments):
+def test_promtool_accepts_the_rules(arguments):
     done = subprocess.run(["promtool", *arguments.split()], cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from tests.support.database_rows import write_database, write_killed_database
 from tests.support.store_rows import moment, report, rows, spoil_a_page, spoil_a_value, store_now
 
 
-def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
+def test_a_backup_taken_while_the_controller_writes_is_a_consistent_snapshot(tmp_path):
     store = Store.open(tmp_path / "s.db")
     store_now(store, moment(range(1, 5001)))
     stop = threading.Event()
@@ -45,7 +45,7 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*copy*")) == [f"copy-{number}.db" for number in range(5)]
 
 
-def test_an_existing_file_is_only_replaced_when_told(tmp_path):
+def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path):
     original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     copy.write_text("precious")
     with pytest.raises(UserError, match="--overwrite"):
@@ -57,7 +57,7 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
         assert rows(target, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
-def test_the_database_is_no_place_for_its_copy(tmp_path):
+def test_a_backup_onto_the_database_itself_is_refused(tmp_path):
     """A link to it, either: what is renamed over it is another file than the one that the controller writes to."""
     database = write_database(tmp_path / "s.db")
     (tmp_path / "link.db").symlink_to(database)
@@ -69,7 +69,7 @@ def test_the_database_is_no_place_for_its_copy(tmp_path):
 
 
 @pytest.mark.parametrize("harm", [spoil_a_value, spoil_a_page])
-def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, harm):
+def test_an_unreadable_database_is_named_and_not_the_destination(tmp_path, harm):
     """Whoever was told that the place cannot be written looked at the wrong disk."""
     database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     harm(database)
@@ -80,7 +80,7 @@ def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, h
     assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == []
 
 
-def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
+def test_an_unwritable_destination_is_named_and_no_file_is_left(tmp_path):
     original = write_database(tmp_path / "s.db")
     with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
         backup(tmp_path / "missing" / "copy.db", original, overwrite=False)
@@ -90,7 +90,7 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]
 
 
-def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
+def test_commits_lost_by_a_restore_on_the_same_disk_are_reported(tmp_path):
     database = write_database(tmp_path / "s.db")
     copy = tmp_path / "copy.db"
     backup(copy, database, overwrite=False)
@@ -102,7 +102,7 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("onto", ["another", "itself"])
-def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
+def test_commits_that_only_the_wal_holds_are_restored(tmp_path, onto):
     db = write_killed_database(tmp_path / "killed.db")
     target = db if onto == "itself" else tmp_path / "new.db"
     restore(db, target, overwrite=onto == "itself")
@@ -111,7 +111,7 @@ def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
 
 
-def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tmp_path, monkeypatch):
+def test_a_restore_that_fails_at_its_last_step_keeps_the_old_database(tmp_path, monkeypatch):
     db, copy = write_killed_database(tmp_path / "killed.db"), tmp_path / "copy.db"
     backup(copy, write_database(tmp_path / "s.db"), overwrite=False)
 
@@ -124,7 +124,7 @@ def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tm
     assert rows(db, "SELECT seq FROM step_reports") == [(1,), (2,)]
 
 
-def test_a_link_to_the_database_stays_one(tmp_path):
+def test_a_link_to_the_database_remains_a_link(tmp_path):
     volume, link = tmp_path / "volume.db", tmp_path / "speclen.db"
     write_database(volume)
     shutil.copyfile(volume, tmp_path / "backup.db")
@@ -147,7 +147,7 @@ def test_a_database_in_use_is_not_replaced(tmp_path):
     store.close()
 
 
-def test_what_is_no_backup_is_refused_by_name(tmp_path):
+def test_a_file_that_is_not_a_backup_is_refused_by_name(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(UserError, match="text"):
         restore(tmp_path / "text", tmp_path / "s.db", overwrite=False)

@@ -74,7 +74,7 @@ def texts(engine: Engine, num: int = 9) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
-def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> None:
+def test_ragged_schedules_generate_what_the_target_alone_would(family: str) -> None:
     """Joining, leaving and prefilling rows beside rows that only fill up, with recordings that come and go."""
     recorder = CountingRecorder()
     requests, collected, chooser = Traffic(family, seed=3, recorder=recorder, num_requests=80).run()
@@ -88,7 +88,7 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> No
 SHORT = {"max_speculation_length": 3, "max_context_length": 100}
 
 
-def test_passes_are_recorded_before_anybody_is_served() -> None:
+def test_passes_are_captured_before_the_first_request() -> None:
     """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
     recorder, chooser = CountingRecorder(), RandomLengths(1, longest=3)
     engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
@@ -109,7 +109,7 @@ def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
-def test_what_is_recorded_ahead_is_bounded() -> None:
+def test_captures_before_serving_are_bounded() -> None:
     recorder = CountingRecorder()
     engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
     assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
@@ -119,14 +119,14 @@ def test_what_is_recorded_ahead_is_bounded() -> None:
     assert recorder.num_recordings == 0
 
 
-def test_recording_ahead_ends_where_memory_does() -> None:
+def test_capturing_ends_when_memory_runs_out() -> None:
     recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
     engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
     assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
     assert texts(engine) == texts(engines.make_engine())
 
 
-def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
+def test_passes_too_large_for_memory_do_not_prevent_other_captures(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The largest are tried first: they are told of once, and run unrecorded."""
@@ -142,7 +142,7 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
     assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"
 
 
-def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_graphs_nothing_is_captured_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
         assert texts(engine) == texts(engines.make_engine())
@@ -152,7 +152,7 @@ def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pyt
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
 
 
-def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:
+def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from() -> None:
     """The prompt's logits are kept until all three have a row, while passes of the same shape run."""
     outputs = []
     for recorder in (None, RerunRecorder()):
@@ -163,7 +163,7 @@ def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alon
     assert outputs[0] == outputs[1]
 
 
-def test_what_rows_that_fill_up_have_written_is_read_by_nobody() -> None:
+def test_values_written_by_padding_rows_are_never_read() -> None:
     """It need not be finite, and masking adds: 0 times what is not finite spoils the row that has the place next."""
     engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
     spare = captured(engine.target).pool.max_length - captured(engine.target).max_queries

@@ -51,7 +51,7 @@ def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **en
 FILE = '[generate]\nworker = "127.0.0.1:3"\n'
 
 
-def test_flags_are_stronger_than_the_environment_and_that_than_the_file(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     variable = {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
     assert "127.0.0.1:3" in run_generate(config=FILE, tmp_path=tmp_path)
     assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, **variable)
@@ -71,11 +71,11 @@ def test_flags_are_stronger_than_the_environment_and_that_than_the_file(tmp_path
         ("[generate]\nworker = 2024-01-01\n", "must be a string"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, config, words):
+def test_errors_in_a_settings_file_name_the_setting(tmp_path, config, words):
     assert words in run_generate(config=config, tmp_path=tmp_path)
 
 
-def test_a_missing_file_and_a_variable_that_is_no_setting_are_errors():
+def test_a_missing_file_and_an_unknown_variable_are_errors():
     missing, unknown = speclen("--config", "/no/such.toml", "tables"), speclen("tables", SPECLEN_TABELS_DB="x")
     assert (missing.returncode, "/no/such.toml" in missing.stderr) == (2, True)
     assert (unknown.returncode, "SPECLEN_TABELS_DB" in unknown.stderr) == (2, True)
@@ -102,7 +102,7 @@ def test_a_missing_file_and_a_variable_that_is_no_setting_are_errors():
         "SPECLEN_CONFIG",
     ],
 )
-def test_variables_of_others_and_our_own_are_let_through(name):
+def test_foreign_variables_and_our_own_are_accepted(name):
     """A Kubernetes service named speclen ended every verb with exit code 2: a crash loop."""
     check_environment([name], [*VERBS, "client"], settings_of_verb)
 
@@ -119,7 +119,7 @@ def test_variables_of_others_and_our_own_are_let_through(name):
         ("SPECLEN_TOP_NONSENSE", "it may be one of SPECLEN_TOP_{"),
     ],
 )
-def test_misspelt_settings_are_told_with_what_was_meant(name, meant):
+def test_a_misspelt_setting_gets_a_suggestion(name, meant):
     with pytest.raises(UserError, match=re.escape(name)) as error:
         check_environment([name], [*VERBS, "client"], settings_of_verb)
     assert meant in str(error.value)
@@ -149,7 +149,7 @@ def test_a_misspelt_verb_gets_a_suggestion():
         ("--worker", "nowhere"),
     ],
 )
-def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
+def test_values_that_a_message_cannot_hold_are_refused_by_flag(arguments):
     """These were tracebacks, or waited for a worker first."""
     result = speclen("generate", "x", "--worker", "127.0.0.1:1", *arguments)
     assert result.returncode == 2, result.stderr
@@ -192,7 +192,7 @@ def listening(*, worker: bool):
         server.stop(None)
 
 
-def test_top_says_as_json_who_does_not_answer_and_why():
+def test_top_as_json_names_workers_that_do_not_answer_and_why():
     """It printed null and was content, also with the address of a controller."""
     with listening(worker=True) as worker, listening(worker=False) as other:
         nobody = speclen("top", "--json", "--worker", "127.0.0.1:1", "--worker", other)
@@ -208,7 +208,7 @@ def test_top_says_as_json_who_does_not_answer_and_why():
         assert (all_of_them.returncode, all_of_them.stderr) == (0, "")
 
 
-def test_top_shows_whole_addresses_at_80_columns_and_the_ranges_that_a_worker_has():
+def test_top_shows_whole_addresses_and_all_ranges_in_80_columns():
     choices = [
         control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
         for low, high, length, ngram in [(1, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
@@ -227,7 +227,7 @@ def test_top_shows_whole_addresses_at_80_columns_and_the_ranges_that_a_worker_ha
     assert "controller" in shown
 
 
-def test_top_shows_no_rates_over_a_restart():
+def test_top_shows_no_rates_across_a_restart():
     """They were negative: the counters of a process begin at 0."""
     first, second = (control_pb2.WorkerIdentity(worker_id="w", epoch=epoch) for epoch in (1, 2))
     info = generation_pb2.GetServerInfoResponse
@@ -238,7 +238,7 @@ def test_top_shows_no_rates_over_a_restart():
 
 
 @pytest.mark.parametrize("arguments", [["worker", "--controller", "off"], ["profile", "run", "--no-store"]])
-def test_without_the_engine_a_verb_that_needs_it_says_what_to_install(tmp_path, arguments):
+def test_a_verb_that_needs_the_engine_names_the_extra_to_install(tmp_path, arguments):
     code = "import sys; sys.modules['torch'] = None; from speclen.cli.app import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -101,7 +101,7 @@ def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path
         assert path.stat().st_size > 5000
 
 
-def test_an_unreadable_place_or_name_is_said(measured: Path, tmp_path: Path) -> None:
+def test_an_unreadable_file_or_name_is_reported(measured: Path, tmp_path: Path) -> None:
     db = measured / "s.db"
     assert "holds no profile 9; there are 1" in fail("show", "9", "--db", db)
     assert "cannot read the profile" in fail("show", tmp_path / "missing.json")
@@ -162,7 +162,7 @@ def change(content: dict[str, Any], path: Sequence[object], value: object) -> di
         (["context"], {"target": "t"}),
     ],
 )
-def test_files_that_are_no_profile_are_refused(
+def test_files_that_are_not_a_profile_are_refused(
     measured: Path, tmp_path: Path, path: list[object], value: object
 ) -> None:
     file = tmp_path / "bad.json"
@@ -228,7 +228,7 @@ def own_import(db: Path) -> int:
     return Destination(db, "", Client()).take(import_request(PROFILE, KEY))
 
 
-def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_the_database_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`profile import` said under which number it was stored, and it was nowhere."""
 
     def refuse(*_: object) -> None:
@@ -241,7 +241,7 @@ def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, mo
     assert own_import(tmp_path / "s.db") == 1
 
 
-def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
+def test_an_import_without_a_controller_deletes_no_report(tmp_path: Path) -> None:
     """Retention is the controller's to decide; it may have been told to keep reports for years."""
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
     commit = Commit(contexts=[context()], workers=[worker(3)], reports=reports)

@@ -52,7 +52,7 @@ def guarded(made: Certificates, token: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", ["no_such_proxy", "http_proxy", "https_proxy", "grpc_proxy"])
-def test_a_client_with_authority_and_token_gets_through_and_a_proxy_is_no_way_to_this_machine(
+def test_a_client_with_authority_and_token_connects_directly_to_this_machine(
     guarded: Child, made: Certificates, token: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """gRPC sends every call to it, also one that goes no further than this machine."""
@@ -73,7 +73,7 @@ def test_a_client_with_authority_and_token_gets_through_and_a_proxy_is_no_way_to
         (None, "right", "uses TLS, give --ca"),
     ],
 )
-def test_who_is_refused_hears_why(guarded, made, token, tmp_path, ca, given, words):
+def test_a_refused_client_is_given_the_reason(guarded, made, token, tmp_path, ca, given, words):
     (tmp_path / "wrong").write_text("fedcba9876543210")
     token_file = {None: None, "right": token, "wrong": tmp_path / "wrong"}[given]
     client = Client(ClientSecurity(ca=None if ca is None else getattr(made, ca).cert, token_file=token_file))
@@ -81,7 +81,7 @@ def test_who_is_refused_hears_why(guarded, made, token, tmp_path, ca, given, wor
         find_destination(Path(".speclen/speclen.db"), guarded.address, client)
 
 
-def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp_path):
+def test_a_worker_with_a_wrong_token_does_not_start(guarded, made, tmp_path):
     """It served for ever without learning, after one warning, and said SERVING."""
     (tmp_path / "wrong").write_text("fedcba9876543210")
     security = ClientSecurity(ca=made.authority.cert, token_file=tmp_path / "wrong", prefix="--controller-")
@@ -92,7 +92,7 @@ def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp
     check_controller(ClientSecurity(), free_address(), "")  # none yet: it may come
 
 
-def test_a_server_that_wants_certificates_gets_them(made: Certificates, tmp_path: Path):
+def test_a_client_certificate_is_sent_when_configured(made: Certificates, tmp_path: Path):
     options = ("--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key))
     # The child is waited for without a certificate, so it is given up as soon as it says that it serves.
     refused = pytest.raises(UserError, match="uses TLS, give --ca")
@@ -101,7 +101,7 @@ def test_a_server_that_wants_certificates_gets_them(made: Certificates, tmp_path
     assert Client(ClientSecurity(made.authority.cert, made.client.cert, made.client.key)).channel("127.0.0.1:1")
 
 
-def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp_path: Path, capfd):
+def test_invalid_pem_is_refused_before_grpc_reads_it(made: Certificates, tmp_path: Path, capfd):
     junk = tmp_path / "junk.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
     (tmp_path / "empty").write_text("")
@@ -119,7 +119,7 @@ def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp
     assert "ssl" not in capfd.readouterr().err.lower()  # gRPC prints pages about what it cannot read
 
 
-def test_the_environment_of_all_clients_stands_before_the_file(monkeypatch):
+def test_client_variables_override_the_file(monkeypatch):
     monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "a:1, b:2")
     monkeypatch.delenv("SPECLEN_CLIENT_CA", raising=False)
     defaults = with_client_defaults({"client": {"worker": "c:3", "ca": "x.pem"}, "generate": {"ca": "y.pem"}})
@@ -129,7 +129,7 @@ def test_the_environment_of_all_clients_stands_before_the_file(monkeypatch):
     assert defaults["up"] == {"ca": "x.pem"}  # where it listens is not where clients look
 
 
-def test_a_section_of_a_verb_stands_before_the_environment_of_all_clients(monkeypatch):
+def test_a_verbs_own_section_overrides_the_client_variables(monkeypatch):
     """For `profile` it did, for the other verbs it did not."""
     monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "all:1")
     monkeypatch.setenv("SPECLEN_CLIENT_CA", "all.pem")
@@ -156,7 +156,7 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
     assert f"{guarded.address} is not a speclen worker" in done.stderr
 
 
-def test_a_container_can_ask_for_health(guarded):
+def test_the_health_probe_of_a_container_works(guarded):
     probe = [sys.executable, "-m", "speclen.cli.health", "controller"]
     listening = guarded.arguments[guarded.arguments.index("--probe-listen") + 1]
     assert subprocess.run([*probe, listening], check=False).returncode == 0
@@ -173,7 +173,7 @@ PINGS_OFTEN = [
 OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)  # a connection
 
 
-def test_pings_end_neither_a_silent_call_nor_an_idle_channel() -> None:
+def test_pings_close_neither_a_silent_call_nor_an_idle_channel() -> None:
     """By default the third ping, after three seconds, ends a connection."""
     with contextlib.ExitStack() as ending:
         servicer, watches, states = health.HealthServicer(), [], []

@@ -80,7 +80,7 @@ async def test_a_registration_is_checked_field_by_field(tmp_path, changes, named
         assert not at.service.registry.workers
 
 
-async def test_old_and_unknown_lives_are_refused(tmp_path):
+async def test_old_and_unknown_incarnations_are_refused(tmp_path):
     async with served(tmp_path) as at:
         unary = pb.ReportStepRequest(worker=identity(), report=report(1))
         assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
@@ -130,14 +130,14 @@ async def test_a_profile_seeds_a_context_and_is_checked(tmp_path):
             assert (code, named in details) == ("INVALID_ARGUMENT", True), details
 
 
-async def test_an_unknown_context_is_no_empty_table(tmp_path):
+async def test_an_unknown_context_is_an_error_and_not_an_empty_table(tmp_path):
     async with served(tmp_path) as at:
         code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
         assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
         assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
 
 
-async def test_a_worker_gets_no_length_beyond_its_own_limit(tmp_path):
+async def test_a_worker_never_receives_a_length_beyond_its_limit(tmp_path):
     async with served(tmp_path) as at:
         await at.stub.ImportProfile(PROFILE)
         short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
@@ -147,7 +147,7 @@ async def test_a_worker_gets_no_length_beyond_its_own_limit(tmp_path):
         assert max(choice.speculation_length for choice in full.choices) == 4
 
 
-async def test_a_mistake_of_ours_is_logged_and_not_told(tmp_path, monkeypatch):
+async def test_an_internal_error_is_logged_and_its_text_is_not_sent(tmp_path, monkeypatch):
     async with served(tmp_path) as at:
         monkeypatch.setattr(at.service, "learned", lambda key: 1 / 0)
         await at.stub.RegisterWorker(registration())
@@ -155,7 +155,7 @@ async def test_a_mistake_of_ours_is_logged_and_not_told(tmp_path, monkeypatch):
         assert (code, "division" in details) == ("INTERNAL", False)
 
 
-async def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):
+async def test_draining_saves_everything_and_ends_streams_as_unavailable(tmp_path):
     answers = []
     async with served(tmp_path) as at:
         await at.stub.RegisterWorker(registration())
@@ -230,7 +230,7 @@ async def test_counts_follow_what_happened(tmp_path):
         assert (await page_of(at.controller)).count("\n") == text.count("\n")
 
 
-async def test_numbers_are_read_where_they_change(tmp_path):
+async def test_metrics_are_read_on_the_event_loop(tmp_path):
     """Reading them from the page's thread would meet collections that grow under its hands."""
     async with served(tmp_path) as at:
         running = at.controller

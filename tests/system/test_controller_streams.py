@@ -32,7 +32,7 @@ async def opened(at, worker_id="w"):
     return call, await call.read()
 
 
-async def test_the_first_message_names_the_worker(tmp_path):
+async def test_the_first_message_of_a_stream_must_name_the_worker(tmp_path):
     async with served(tmp_path) as at:
         call = at.stub.StreamReports()
         await call.write(pb.StreamReportsRequest(reports=[report(1)]))
@@ -40,7 +40,7 @@ async def test_the_first_message_names_the_worker(tmp_path):
         assert (code, "name the worker" in details) == ("INVALID_ARGUMENT", True)
 
 
-async def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs(tmp_path):
+async def test_a_cancelled_waiter_does_not_block_the_next_turn(tmp_path):
     async with served(tmp_path) as at:
         streams = at.controller.servicer.streams
 
@@ -56,7 +56,7 @@ async def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs(tm
         await asyncio.wait_for(wait(), PATIENCE_S)
 
 
-async def test_a_message_has_a_largest_number_of_reports(tmp_path):
+async def test_a_message_with_too_many_reports_is_refused(tmp_path):
     async with served(tmp_path) as at:
         await at.stub.RegisterWorker(registration())
         call = at.stub.StreamReports()
@@ -67,7 +67,7 @@ async def test_a_message_has_a_largest_number_of_reports(tmp_path):
         assert (code, "is 1025; it must be 0 to 1024" in details) == ("INVALID_ARGUMENT", True)
 
 
-async def test_a_second_stream_of_a_worker_takes_the_place_of_the_first(tmp_path):
+async def test_a_second_stream_of_a_worker_replaces_the_first(tmp_path):
     """The first is a connection that died without a word; its reports that still arrive count once."""
     async with served(tmp_path) as at:
         first, _ = await opened(at)
@@ -96,7 +96,7 @@ async def test_probes_and_sampling_reach_the_worker(tmp_path):
         assert (await at.stub.RegisterWorker(registration("v"))).sample_every == 4
 
 
-async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
+async def test_the_number_of_streams_is_bounded(tmp_path):
     async with served(tmp_path, max_streams=2) as at:
         first, _ = await opened(at, "a")
         second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
@@ -109,7 +109,7 @@ async def test_streams_are_bounded_and_a_closed_one_makes_room(tmp_path):
         del second
 
 
-async def test_a_controller_takes_more_connections_than_files_are_allowed_at_first(tmp_path):
+async def test_a_controller_raises_the_limit_of_open_files(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     try:
@@ -134,7 +134,7 @@ async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path)
         assert time.monotonic() - started > 1.0
 
 
-async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(tmp_path):
+async def test_a_controller_that_was_suspended_does_not_time_out_its_workers(tmp_path):
     async with served(tmp_path, silence_s=1.5) as at:
         call, _ = await opened(at)
         time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
@@ -143,7 +143,7 @@ async def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers(t
         assert (await call.read()).applied_seq == 2
 
 
-async def test_a_worker_that_does_not_read_is_not_read_from_either(tmp_path):
+async def test_a_worker_that_does_not_read_is_not_read_and_times_out(tmp_path):
     """Its messages pile up on its own side; others are served, and after a while its stream is ended."""
     async with served(tmp_path) as at:
         streams = at.controller.servicer.streams
@@ -175,7 +175,7 @@ async def flood(call, request):
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
-async def test_durable_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
+async def test_durable_seq_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
     async with served(tmp_path, commit_interval_s=0.05) as at:
         await at.stub.RegisterWorker(registration())
         call = at.stub.StreamReports()

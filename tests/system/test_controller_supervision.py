@@ -39,7 +39,7 @@ async def soon_broken(*arguments, **more):
         (Streams, "deliver", "the delivery of updates"),
     ],
 )
-async def test_a_part_that_ends_is_a_failure_of_the_controller(tmp_path, monkeypatch, kind, method, part):
+async def test_a_background_task_that_ends_fails_the_controller(tmp_path, monkeypatch, kind, method, part):
     monkeypatch.setattr(kind, method, soon_broken)
 
     async with lacking(f"{part} has ended", tmp_path) as at:
@@ -69,7 +69,7 @@ asyncio.run(server.serve(config, lambda line: print(line, flush=True)))
 """
 
 
-def test_a_thread_that_ends_takes_the_process_with_it_at_once(tmp_path):
+def test_a_thread_that_ends_ends_the_process(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", BREAKING, tmp_path], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -88,7 +88,7 @@ async def lacking(why, folder, **options):
             yield at
 
 
-async def test_streams_tell_of_a_failure(tmp_path):
+async def test_streams_end_with_the_reason_of_a_failure(tmp_path):
     async with lacking(r"a part has ended: broken for a test", tmp_path) as at:
         await at.stub.RegisterWorker(registration())
         call = at.stub.StreamReports()
@@ -103,7 +103,7 @@ async def test_streams_tell_of_a_failure(tmp_path):
         assert "a part has ended: broken for a test" in ending.value.details()
 
 
-async def test_health_is_not_serving_while_a_controller_whose_store_has_ended_is_still_there(tmp_path, monkeypatch):
+async def test_health_is_not_serving_once_the_store_has_ended(tmp_path, monkeypatch):
     async with lacking(r".*broken", tmp_path, commit_interval_s=0.01) as at:
         monkeypatch.setattr("speclen.store.database.write", broken)
         with contextlib.suppress(aio.AioRpcError):
@@ -120,14 +120,14 @@ def full(*arguments):
     raise sqlite3.OperationalError("database or disk is full")
 
 
-async def test_a_controller_that_cannot_store_what_it_has_says_so_as_it_ends(tmp_path, monkeypatch):
+async def test_a_controller_that_cannot_save_its_state_ends_with_an_error(tmp_path, monkeypatch):
     """It ended as if all had been well, and the log alone said that the last commit was lost."""
     async with lacking(r".*disk is full", tmp_path, drain_timeout_s=0.3) as at:
         monkeypatch.setattr("speclen.store.database.write", full)
         await at.stub.RegisterWorker(registration())
 
 
-async def test_a_store_that_ended_before_the_last_commit_is_told_at_the_end(tmp_path):
+async def test_a_store_that_ended_before_the_last_commit_is_reported(tmp_path):
     async with lacking(r".*was deleted", tmp_path, commit_interval_s=60.0) as at:
         await at.stub.RegisterWorker(registration())
         (tmp_path / "test.db").unlink()

@@ -44,7 +44,7 @@ def test_every_canned_query_runs(database, name):
     get(database, f"/speclen/{name}.json", batch_size=4)
 
 
-def test_canned_queries_answer_what_they_promise(database):
+def test_canned_queries_return_the_documented_rows(database):
     best = get(database, "/speclen/best_arms.json")
     found = [(row["batch_bucket"], row["arm"], row["speedup"]) for row in best]
     assert found == [("1-2", "plain", 1.0), ("3-4", "draft 2", 2.0)]
@@ -79,7 +79,7 @@ def fields_of(display: object) -> set[str]:
     return nested | ({display["field"]} if "field" in display else set())
 
 
-def test_nothing_can_be_written_through_it(database):
+def test_the_dashboard_cannot_write(database):
     get(database, "/speclen.json", status=400, sql="delete from step_reports")
     assert rows(database, "SELECT count(*) FROM step_reports") == [(3,)]
 
@@ -107,7 +107,7 @@ def test_a_missing_database_is_one_sentence(tmp_path):
         create_application(tmp_path / "none.db")
 
 
-def test_no_text_of_a_worker_is_taken_for_html(tmp_path):
+def test_text_from_workers_is_escaped_in_html(tmp_path):
     """Tables take text for HTML; vega-lite draws text, and Markdown is ours alone."""
     hostile = context(device="<b>", target="<b>")
     written(tmp_path / "s.db", Commit(contexts=[hostile], arm_estimates=[estimate(is_best=True)]))

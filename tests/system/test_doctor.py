@@ -45,7 +45,7 @@ def leave_references_dangling(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [spoil_a_page, leave_references_dangling])
-def test_damage_is_found_and_told_with_the_way_out(tmp_path, harm):
+def test_damage_is_reported_with_advice(tmp_path, harm):
     path = write_database(tmp_path / "s.db")
     harm(path)
     assert statuses(path)["integrity"] == "failed"
@@ -64,7 +64,7 @@ def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path
         Store.open(path)
 
 
-def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
+def test_the_wal_of_a_killed_controller_is_left_unchanged(tmp_path):
     """The last connection that may write moves a WAL into the file and deletes it: a look must not."""
     path, link = tmp_path / "s.db", tmp_path / "links" / "other.db"
     write_killed_database(path)
@@ -77,7 +77,7 @@ def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
     assert list(link.parent.iterdir()) == [link]
 
 
-def test_the_wal_of_a_controller_that_runs_stays(tmp_path):
+def test_the_wal_of_a_running_controller_is_kept(tmp_path):
     """Another process looks, as people do; the writer goes on in the same files."""
     store = Store.open(tmp_path / "s.db")
     assert store_now(store, moment([1])) is None
@@ -96,14 +96,14 @@ def test_the_wal_of_a_controller_that_runs_stays(tmp_path):
     assert {finding.check: finding.found for finding in examine(store.path)}["writer"] == "no controller is running"
 
 
-def test_a_file_that_cannot_be_written_is_checked_as_far_as_that_goes(tmp_path, monkeypatch):
+def test_a_read_only_file_is_checked_as_far_as_possible(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr("os.access", lambda *_: False)
     found = {finding.check: finding for finding in examine(path)}["integrity"]
     assert (found.status, "values were not checked" in found.found) == ("ok", True)
 
 
-def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
+def test_a_lock_that_cannot_be_read_is_a_finding(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     found = {finding.check: finding for finding in examine(path)}
@@ -111,7 +111,7 @@ def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
     assert found["integrity"].status == "ok"
 
 
-def test_stale_workers_and_those_whose_reports_are_refused_are_named_in_a_few_lines(tmp_path):
+def test_stale_and_refused_workers_are_summarised_in_a_few_lines(tmp_path):
     """Each pod of a cluster has a name of its own, and a line was printed for every one that there ever was."""
     seen = [time.time() - 7200 - number for number in range(100)]
     gone = [worker(0, number, last_seen_at=at, num_refused=50) for number, at in enumerate(seen, start=1)]
@@ -127,7 +127,7 @@ def test_stale_workers_and_those_whose_reports_are_refused_are_named_in_a_few_li
     assert rest.startswith(f"{100 - module.MOST_NAMED} more have been stale")
 
 
-def test_every_kind_of_loss_that_the_schema_knows_is_told_with_advice(tmp_path):
+def test_every_kind_of_loss_in_the_schema_has_advice(tmp_path):
     path = written(tmp_path / "s.db", moment([1, 2]))
     [(text,)] = rows(path, "SELECT sql FROM sqlite_schema WHERE name = 'store_events'")
     kinds = re.findall(r"'(\w+)'", text[text.index("CHECK (kind IN") :].partition(")")[0])
@@ -150,7 +150,7 @@ def test_little_space_is_a_warning(tmp_path, monkeypatch):
     assert statuses(path)["space"] == "warning"
 
 
-def test_space_is_looked_for_where_the_file_is_and_not_where_a_link_to_it_is(tmp_path, monkeypatch):
+def test_free_space_is_measured_where_a_link_points(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()
@@ -161,7 +161,7 @@ def test_space_is_looked_for_where_the_file_is_and_not_where_a_link_to_it_is(tmp
     assert asked == [there.resolve()]
 
 
-def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
+def test_a_database_of_another_version_fails_with_advice(tmp_path):
     path = write_database(tmp_path / "s.db")
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID - 1}")
@@ -169,7 +169,7 @@ def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
     assert advice(path, "file").startswith("start a new one with --db")
 
 
-def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(tmp_path):
+def test_a_file_without_tables_fails_with_advice(tmp_path):
     """Of a start that was killed: the verb ended with a traceback."""
     path = tmp_path / "s.db"
     with contextlib.closing(connect_writer(path)) as connection:
@@ -183,7 +183,7 @@ def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(
         examine(tmp_path / "empty.db")
 
 
-def test_the_exit_code_says_whether_something_failed_and_the_name_is_as_it_was_given(tmp_path, monkeypatch):
+def test_the_exit_code_reports_failures_and_the_path_is_printed_as_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_database(tmp_path / "s.db")
     result = CliRunner().invoke(app, ["doctor", "--db", "s.db", "--json"])

@@ -150,7 +150,7 @@ async def test_a_deleted_directory_is_made_again(database):
     await on_loop_until(lambda: serving(database) is None)
 
 
-async def test_a_controller_that_was_started_by_hand_is_joined(database):
+async def test_a_controller_started_by_hand_is_joined(database):
     database.parent.mkdir()
     embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
     with running_controller(database.parent) as running:
@@ -178,7 +178,7 @@ def taken_port(database: Path, monkeypatch: Any) -> Any:
         (taken_port, "cannot listen on .*: Address already in use"),
     ],
 )
-async def test_why_a_controller_cannot_run_is_one_line(database, monkeypatch, fault, words):
+async def test_the_reason_why_a_controller_cannot_run_is_one_line(database, monkeypatch, fault, words):
     database.parent.mkdir()
     embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
     with fault(database, monkeypatch):

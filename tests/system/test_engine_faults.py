@@ -39,7 +39,7 @@ def fail_once_with_prompts(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"repetition_penalty": 1.3, "min_tokens": 5}])
-def test_sampled_rows_outlive_a_step_that_failed_together_with_a_prompt(settings: dict[str, float]) -> None:
+def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings: dict[str, float]) -> None:
     """Story: the step was repeated with a rule that still held the first try's distributions, and every row was aborted."""
     engine, collected = make_engine(chooser=2), Collected()
     running = request("running", PROMPT, temperature=1.0, max_tokens=20, ignore_eos=True, **settings)
@@ -58,9 +58,7 @@ def test_sampled_rows_outlive_a_step_that_failed_together_with_a_prompt(settings
 
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("num_prompts", [1, 2, 3])
-def test_prompts_of_a_failed_step_go_to_their_own_rows_when_another_row_ended_in_it(
-    length: int, num_prompts: int
-) -> None:
+def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length: int, num_prompts: int) -> None:
     """Story: rows moved up, the prompts went to where theirs had been, and callers got wrong text without an error."""
     engine, collected, rng = make_engine(chooser=length, max_batch_size=8), Collected(), random.Random(4)
     others = [request("long", PROMPT, max_tokens=40, ignore_eos=True), request("short", PROMPT[:3], max_tokens=2)]
@@ -86,7 +84,7 @@ def test_prompts_of_a_failed_step_go_to_their_own_rows_when_another_row_ended_in
     [(None, 1), (RuntimeError("no such kernel"), 1), (torch.OutOfMemoryError("no room for so many logits"), 2)],
     ids=["draft", "verification", "memory"],
 )
-def test_rows_go_on_without_drafts_where_drafting_fails(error: Exception | None, num_tries: int) -> None:
+def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception | None, num_tries: int) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked.
 
     Without memory drafts are tried again after 16 steps: another request may have given some back.
@@ -112,7 +110,7 @@ def test_rows_go_on_without_drafts_where_drafting_fails(error: Exception | None,
     assert len(chooser.records) == 19 - num_tries, "a try that fails has no record"
 
 
-def test_a_failing_callback_is_the_callers_problem() -> None:
+def test_a_failing_callback_does_not_affect_other_requests() -> None:
     engine = make_engine()
     collected = Collected()
 
@@ -190,7 +188,7 @@ def fail_at(
     monkeypatch.setattr(owner, name, lambda *args: failing() if next(count) in calls else honest(*args))
 
 
-def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: rows that decode were to be freed outside inference mode, which failed, and the engine's thread was gone."""
     running = Running(max_batch_size=2, chooser=0)
     fail_at(running.engine.scheduler, "admit", [6], monkeypatch)
@@ -212,7 +210,9 @@ def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(m
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
-def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_when_the_engine_ends_every_request_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """Story: its thread was gone, the worker went on SERVING, and every request waited for ever."""
     running = Running(max_batch_size=2, chooser=0)
     engine = running.engine

@@ -60,7 +60,7 @@ needs_envoy = pytest.mark.skipif(
 
 
 @needs_envoy
-def test_envoy_takes_the_kept_configuration(tmp_path):
+def test_envoy_accepts_the_shipped_configuration(tmp_path):
     made = make_certificates(tmp_path)
     config = KEPT.read_text()
     for name, path in (("ca.crt", made.authority.cert), ("tls.crt", made.server.cert), ("tls.key", made.server.key)):
@@ -70,7 +70,7 @@ def test_envoy_takes_the_kept_configuration(tmp_path):
 
 
 @needs_envoy
-async def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_the_dead(tmp_path):
+async def test_envoy_balances_by_requests_in_flight_and_skips_dead_workers(tmp_path):
     """The real proxy, as it is configured: a slow worker gets fewer requests, a stopped one none, no call fails."""
     slow, quick = FakeService(step_s=0.5), [FakeService(step_s=0.005) for _ in range(2)]
 
@@ -98,7 +98,7 @@ class Leaving(FakeService):
 
 
 @needs_envoy
-async def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_path):
+async def test_envoy_retries_requests_that_a_draining_worker_refused(tmp_path):
     """As in Kubernetes, where nobody checks: what refuses has the fewest requests, so it would be given most of them."""
     leaving, staying = Leaving(), FakeService(step_s=0.005)
 
@@ -109,7 +109,7 @@ async def test_envoy_tries_what_a_draining_worker_refused_at_another_one(tmp_pat
 
 
 @needs_envoy
-async def test_envoy_repeats_nothing_that_has_begun(tmp_path):
+async def test_envoy_does_not_retry_a_request_that_has_begun(tmp_path):
     breaking, whole = Leaving(begun=True), FakeService(step_s=0.001)
 
     async with workers(breaking, whole) as (addresses, _), proxied(tmp_path, addresses) as channel:
@@ -154,7 +154,7 @@ def http_worker(status: int) -> Iterator[tuple[str, list[int]]]:
 
 
 @needs_envoy
-def test_over_http_envoy_passes_tokens_on_and_tries_a_refused_request_at_another_worker(tmp_path):
+def test_over_http_envoy_forwards_tokens_and_retries_refused_requests(tmp_path):
     with http_worker(503) as (leaving, refused), http_worker(200) as (staying, answered):
         with envoy(tmp_path, [], [leaving, staying]) as (_, address):
             client = httpx.Client(

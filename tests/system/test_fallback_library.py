@@ -16,7 +16,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.arg
 """
 
 
-def test_the_tests_of_the_store_pass_with_the_library_that_python_brings(tmp_path):
+def test_the_tests_of_the_store_pass_with_pythons_own_sqlite(tmp_path):
     paths = [f"tests/unit/test_store_{name}.py" for name in ("database", "rows", "views")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     arguments = [sys.executable, "-c", PROGRAM, f"--basetemp={tmp_path / 'inner'}", *paths]

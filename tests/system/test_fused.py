@@ -49,7 +49,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (17, 8, 1, 64, 40, 300, torch.bfloat16),
     ],
 )
-def test_queries_attend_to_what_their_row_holds(
+def test_fused_attention_equals_plain_attention(
     queries: int,
     heads: int,
     kv_heads: int,
@@ -91,7 +91,7 @@ def test_queries_attend_to_what_their_row_holds(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_recorded_passes_of_them_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_with_fused_kernels_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of several lengths, after their prompts; with windows, biases and normed heads."""
     plain, _ = logits_of_passes(family, None, monkeypatch)
     found, captured = logits_of_passes(family, fused, monkeypatch)
@@ -133,7 +133,7 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     return torch.cat(logits), captured
 
 
-def test_an_engine_with_them_puts_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all passes recorded ahead: more rows than there is room for, whose prompts come while others decode."""
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 100, "prefill_chunk": 24}
     requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=8) for at in range(4)]
@@ -161,7 +161,7 @@ def refused(*arguments: Any) -> NoReturn:
 
 # What computes something wrong is not noticed where nobody checks.
 @pytest.mark.parametrize(("add_norm", "checked"), [(wrong, True), (refused, True), (refused, False)])
-def test_kernels_that_do_not_do_are_left_out(
+def test_kernels_that_fail_or_compute_wrongly_are_disabled(
     add_norm: Any, checked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found wrong before anything is served; found not to run, also later."""
@@ -211,7 +211,7 @@ for kernel, changes, dtype in (
 """
 
 
-def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+def test_fused_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """Story: the interpreter ran what the compiler then refused, or what shares more memory than a GPU has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -40,7 +40,7 @@ def slow() -> StructuredOutput:
     return StructuredOutput("json_schema", '{"type": "integer", "multipleOf": 999983}')
 
 
-async def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_is_served() -> None:
+async def test_a_slow_grammar_is_refused_without_blocking_the_loop() -> None:
     with preparing(trial_s=1.0) as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))
@@ -54,7 +54,7 @@ async def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_nex
         await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
 
 
-async def test_grammars_are_tried_however_many_files_are_open() -> None:
+async def test_grammars_are_tried_with_many_open_files() -> None:
     """Story: with 1,000 connections none could be tried, and none any more when they had gone."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most[1] < MANY_FILES + 100:
@@ -70,7 +70,7 @@ async def test_grammars_are_tried_however_many_files_are_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
-async def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(
+async def test_an_internal_error_does_not_mix_up_the_answers_of_grammars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with preparing() as prepared:
@@ -84,7 +84,7 @@ async def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_gram
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
 
-async def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> None:
+async def test_a_grammar_that_crashes_its_trial_is_refused() -> None:
     with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         with pytest.raises(ValueError, match="too deep or too large"):
@@ -92,7 +92,7 @@ async def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> Non
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
 
-async def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> None:
+async def test_a_cancelled_trial_does_not_answer_for_the_next_one() -> None:
     """Its answer must not be taken for the next one's."""
 
     with preparing() as prepared:
@@ -105,7 +105,7 @@ async def test_a_caller_that_goes_away_leaves_the_process_to_the_next_one() -> N
         await prepared.prepare(StructuredOutput("regex", "b"), "b")
 
 
-async def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prepared_grammars_are_cached_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_CACHED", 3)
 
     with preparing() as prepared:
@@ -119,7 +119,7 @@ async def test_prepared_grammars_are_kept_and_bounded(monkeypatch: pytest.Monkey
         assert [await again(number) is made[number] for number in (3, 0, 4, 1)] == [True, True, True, False]
 
 
-async def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_new_grammars_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with preparing() as prepared:
         wanted = [StructuredOutput("regex", f"a{number}") for number in range(grammars.MAX_WAITING + 4)]
         found = await asyncio.gather(*[prepared.prepare(one, "a") for one in wanted], return_exceptions=True)
@@ -127,7 +127,7 @@ async def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyP
         assert not any(isinstance(one, BaseException) and not isinstance(one, QueueFullError) for one in found)
 
 
-async def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row copies it: what one may take, thirty-two of one request could not."""
     monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
     monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
@@ -139,7 +139,7 @@ async def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatc
             await prepared.prepare(StructuredOutput("choice", words), "a")
 
 
-async def test_a_model_that_cannot_is_told() -> None:
+async def test_a_model_without_grammar_support_is_reported() -> None:
     for tokenizer, ends, words in ((tiny_models.tokenizer(), [], "no end token"), (object(), [0], "fast tokenizer")):
         prepared = Grammars(tokenizer, tiny_models.VOCAB_SIZE, ends)
         with pytest.raises(ValueError, match=words):

@@ -34,7 +34,7 @@ def test_models(client):
     assert client.models.retrieve(MODEL).max_model_len == tiny_models.MAX_POSITIONS
 
 
-def test_a_chat_without_a_limit_takes_what_a_worker_with_little_kv_can_hold():
+def test_a_chat_without_max_tokens_uses_the_kv_memory_there_is():
     """Story: room for n-gram tokens was not counted, and such a request was refused."""
     with http_worker(ngram=True, max_kv_tokens=120) as small:
         one = small.client()
@@ -64,7 +64,7 @@ def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, spe
     )
 
 
-def test_every_field_of_sampling_means_the_same_as_over_grpc(worker, client):
+def test_sampling_fields_mean_the_same_over_http_and_grpc(worker, client):
     sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "max_tokens": 20, "presence_penalty": 0.5}
     further = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 5}
     expected = over_grpc(worker, PROMPT, n=3, logit_bias={65: 2.0}, **sampling, **further)
@@ -168,7 +168,7 @@ def test_chat(worker, client):
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large(client, monkeypatch):
+def test_a_chat_with_logprobs_is_limited_by_the_size_of_its_answer(client, monkeypatch):
     """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
     for module in ("http.translate", "requests.validation"):
         monkeypatch.setattr(f"speclen.worker.{module}.MAX_ANSWER_LOGPROBS", 100)
@@ -232,7 +232,7 @@ def test_tokens_and_text(worker):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_without_the_key_nothing_is_told(tmp_path):
+def test_without_the_key_every_path_is_refused(tmp_path):
     file = tmp_path / "key"
     file.write_text(KEY)
     with http_worker(security=ServerSecurity(token_file=file)) as locked:

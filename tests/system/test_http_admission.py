@@ -33,7 +33,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
 
 
-def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWorker) -> None:
+def test_http_and_grpc_share_one_queue(worker: HttpWorker) -> None:
     with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS) for _ in range(4)]
         until(lambda: worker.async_engine.num_open == 4 and worker.engine.load().num_running == 1)
@@ -49,7 +49,7 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
     until(lambda: worker.async_engine.num_open == 0)
 
 
-def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
+def test_each_prompt_of_a_request_takes_its_own_turn(worker: HttpWorker) -> None:
     """All of them in one turn would go to the engine at once, past the queue's bound and ahead of other callers."""
     with held(worker.engine) as go_on, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, worker, ENDLESS | {"prompt": ["a"] * 4})
@@ -64,7 +64,7 @@ def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_a_body_nothing_stays_that_its_answer_does_not_need(worker: HttpWorker, stream: bool) -> None:
+def test_a_waiting_request_keeps_nothing_of_its_body(worker: HttpWorker, stream: bool) -> None:
     """Story: what was sent in 4 MB stayed as 90 MB of empty lists for as long as the request waited and was answered."""
     junk = {"stream": stream, "junk": [[]] * 100_000, "stream_options": {"junk": [[]] * 100_000} if stream else None}
     with held(worker.engine) as go_on, ThreadPoolExecutor(3) as pool:
@@ -77,7 +77,7 @@ def test_of_a_body_nothing_stays_that_its_answer_does_not_need(worker: HttpWorke
         assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
-def test_draining_refuses_what_comes_and_finishes_what_waits(worker: HttpWorker) -> None:
+def test_draining_refuses_new_requests_and_finishes_waiting_ones(worker: HttpWorker) -> None:
     with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS | {"stream": index % 2 == 0}) for index in range(4)]
         until(lambda: worker.async_engine.num_open == 4)

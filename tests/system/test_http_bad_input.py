@@ -111,7 +111,7 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
         ),
     ],
 )
-def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker, field, value, words):
+def test_errors_of_union_fields_describe_the_intended_type(worker, field, value, words):
     """Story: 65 prompts gave "prompt.str: input should be a valid string", as if lists were not taken at all."""
     path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
     error = post(worker, {"prompt": "a", field: value}, path).json()["error"]
@@ -127,7 +127,7 @@ def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker,
         (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}] * 1000}),
     ],
 )
-def test_of_a_thousand_wrong_items_one_is_complained_of(kind, body):
+def test_errors_of_large_bodies_are_few(kind, body):
     """Four MiB hold over a million: a complaint about each took gigabytes. One for each kind that a field may be of."""
     with pytest.raises(ValidationError) as told:
         kind.model_validate(body)
@@ -160,7 +160,7 @@ def test_a_body_too_large_is_refused_before_it_is_read(worker):
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
-def test_bodies_that_arrive_take_no_more_memory_than_is_meant_for_them(worker, monkeypatch):
+def test_arriving_bodies_are_bounded_in_total(worker, monkeypatch):
     """Each was bounded, and four thousand of them could be held back by their last byte."""
     monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 150_000)
     headers = {"Content-Type": "application/json", "Content-Length": "100001"}
@@ -179,7 +179,7 @@ def test_bodies_that_arrive_take_no_more_memory_than_is_meant_for_them(worker, m
         assert b" 400 " in one.recv(4096)
 
 
-def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):
+def test_a_failure_while_streaming_is_sent_as_a_data_line(worker, monkeypatch):
     def fail(*_):
         raise RuntimeError("secret")
 
@@ -192,7 +192,7 @@ def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):
     until_idle(worker.engine)
 
 
-def test_a_line_holds_no_character_that_a_reader_of_lines_may_take_for_its_end():
+def test_json_lines_contain_no_line_separator():
     content = {"text": "a\x85b\u2028c\u2029d"}
     line = to_json(content)
     assert len(line.decode().splitlines()) == 1

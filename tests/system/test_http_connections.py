@@ -65,7 +65,7 @@ def test_endless_headers_end_the_connection(worker):
 CHUNKED = {"Content-Type": "application/json", "Transfer-Encoding": "chunked", "Connection": "close"}
 
 
-def test_endless_trailers_end_the_connection_and_are_kept_nowhere(worker, monkeypatch):
+def test_endless_trailers_end_the_connection_and_are_not_stored(worker, monkeypatch):
     """Each was added to the request's headers, and no bound of either headers or body saw them."""
     monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 2**20)
     num_headers = []
@@ -90,7 +90,7 @@ def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
         assert b" 200 " in one.recv(4096)
 
 
-def test_requests_sent_ahead_are_answered_in_order(worker):
+def test_pipelined_requests_are_answered_in_order(worker):
     asked = [json.dumps({"prompt": "a", "max_tokens": number, "ignore_eos": True}).encode() for number in (5, 6, 7)]
     with connected(worker) as one:
         one.sendall(b"".join(map(completion, asked)) + head("GET /health", {"Connection": "close"}))
@@ -100,7 +100,7 @@ def test_requests_sent_ahead_are_answered_in_order(worker):
 
 
 @pytest.mark.parametrize(("stream", "end"), [(False, b"}"), (True, b"}\n\ndata: [DONE]\n\n")])
-def test_a_client_of_http_1_0_gets_no_chunks(worker, stream, end):
+def test_an_http_1_0_client_receives_no_chunked_encoding(worker, stream, end):
     """nginx speaks it to its upstream servers unless it is told otherwise."""
     asked = completion(json.dumps({"prompt": "a", "max_tokens": 9, "stream": stream}).encode())
     with connected(worker) as one:

@@ -44,6 +44,6 @@ def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
     assert rows(path, "SELECT max(seq) FROM step_reports") == [(newest,)]
 
 
-def test_what_is_acknowledged_survives_every_kill_and_counts_once(tmp_path):
+def test_acknowledged_reports_survive_every_kill_and_count_once(tmp_path):
     plan = ["COMMIT:2", "", "INSERT INTO step_reports:3", "", "RELEASE:1"]
     assert kill_along(Place(tmp_path, 0.0, random.Random(5)), plan) > 100

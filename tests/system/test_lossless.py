@@ -23,7 +23,7 @@ from tests.support.traffic import Traffic, check_outputs
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_arms_that_change_with_every_step_put_out_what_the_target_alone_would(family: str, backend: str) -> None:
+def test_changing_arms_generate_what_the_target_alone_would(family: str, backend: str) -> None:
     """N-grams, drafted tokens and neither, for rows of one step that each propose their own."""
     if backend == "openvino" and family == "gemma2":
         pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
@@ -63,7 +63,7 @@ def test_target_and_draft_may_be_of_different_families(target: str, draft: str) 
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_rows_end_exactly_at_the_context(family: str) -> None:
+def test_sequences_end_exactly_at_the_context(family: str) -> None:
     """Learned positions have no entry beyond the context, and drafts of rows that near must not be asked for one."""
     pair = engines.make_pair(family)
     generator = random.Random(1)

@@ -53,13 +53,13 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
     return told
 
 
-def test_it_is_the_choice_where_it_runs() -> None:
+def test_openvino_is_chosen_where_it_runs() -> None:
     prepared: PreparedPair = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
     assert prepared.backend == f"openvino {openvino.installed_version()}"
     assert not isinstance(prepared.target, CachedModel)
 
 
-def test_what_its_attention_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_attention_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     assert "softcap" in fallen_back(caplog, "gemma2")
 
 
@@ -78,7 +78,7 @@ def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypa
     assert "gives other logits in ragged batches than alone (by 0." in fallen_back(caplog, "mistral")
 
 
-def test_nothing_is_sent_to_anybody() -> None:
+def test_openvino_sends_no_telemetry() -> None:
     """Story: openvino-telemetry, which comes along, told its makers of every import, from a fork of this process."""
     code = "import speclen.worker.backends.openvino.model, openvino, sys; print(*sys.modules, sep='\\n')"
     told = subprocess.run(
@@ -89,7 +89,7 @@ def test_nothing_is_sent_to_anybody() -> None:
 
 
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
+def test_weights_stay_alive_until_the_first_pass(dtype: torch.dtype) -> None:
     """A compiled model copies them at its first pass, which may come when whoever loaded the model has let it go."""
     model = tiny_models.build("llama").to(dtype)
     weights = [weakref.ref(weight) for weight in model.parameters() if weight.dim() > 1]
@@ -100,7 +100,9 @@ def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
     check_model(compiled, tiny_models.build("llama").to(dtype), "llama")
 
 
-def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_do_not_fit_into_memory_fall_back_to_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def reserve(*sizes: int) -> None:
         raise no_room(*sizes)
 
@@ -109,9 +111,7 @@ def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monk
     assert re.search(r"2 sequences of .* GiB of KV memory, more than there is: lower", fallen_back(caplog))
 
 
-def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changing_threads_compiles_nothing_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request on a busy machine took four seconds, the next one 0.3."""
     monkeypatch.setattr(threads, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
@@ -130,7 +130,7 @@ def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
-def test_remembered_prompts_change_no_output(sampling: dict[str, Any]) -> None:
+def test_cached_prompts_do_not_change_outputs(sampling: dict[str, Any]) -> None:
     """60 requests over three beginnings, joining at random, at lengths that change every step; few blocks are remembered."""
     generator = random.Random(5)
     beginnings = [[generator.randrange(1, 320) for _ in range(size)] for size in (64, 100, 150)]

@@ -27,12 +27,12 @@ def died(one: Child) -> Child:
     return one
 
 
-def test_the_cause_of_a_failed_start_is_passed_on(tmp_path):
+def test_the_cause_of_a_failed_start_is_reported(tmp_path):
     with pytest.raises(UserError, match="worker 0 did not start: --speculation 'many' is unknown"):
         died(child(tmp_path)).wait_until_serving(5)
 
 
-def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_log(tmp_path, monkeypatch):
+def test_a_child_that_never_serves_is_an_error_that_names_its_log(tmp_path, monkeypatch):
     running = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
     # Not started: neither dead nor serving.
     monkeypatch.setattr(processes, "NEWS_S", 0.1)
@@ -42,7 +42,7 @@ def test_a_child_that_never_serves_is_told_of_and_then_an_error_that_names_its_l
     assert said[0] == "worker 0: starting (0 s so far)"
 
 
-def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
+def test_remarks_of_a_starting_child_are_printed_once(tmp_path):
     one = child(tmp_path)
     one.log_file.write_text("of an earlier life\n")
     died(one)
@@ -55,7 +55,7 @@ def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
     assert one.new_remarks() == []
 
 
-def test_advice_of_a_child_is_for_who_cannot_give_it_a_flag(tmp_path):
+def test_advice_of_a_child_names_variables_instead_of_flags(tmp_path):
     """`speclen up` passed on that the controller should be started with a flag, which `up` does not have."""
     (tmp_path / "noise.db").write_bytes(b"noise " * 1000)
     arguments = ["controller", "--db", str(tmp_path / "noise.db")]
@@ -78,13 +78,13 @@ def test_restarts_wait_longer_each_time(tmp_path):
     assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
 
 
-def test_a_stable_life_resets_the_pause(tmp_path):
+def test_a_stable_run_resets_the_pause(tmp_path):
     one = died(child(tmp_path))
     one.pause_s = 16.0
     assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
 
 
-def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
+def test_a_child_killed_while_starting_is_reported_with_its_signal(tmp_path):
     """Its last remark was told in place of the signal, or the last line of another run."""
     one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
     one.log_file.write_text("of an earlier life\n")
@@ -96,7 +96,7 @@ def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
     assert "earlier" not in one.last_line()
 
 
-def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypatch):
+def test_a_restart_that_fails_is_tried_again_later(tmp_path, monkeypatch):
     """The whole fleet was stopped for it. A log that somebody has removed is no reason, either."""
     one = died(child(tmp_path))
     one.log_file.unlink()
@@ -115,7 +115,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypat
     died_again.wait(PATIENCE_S)
 
 
-def test_stopping_what_is_gone_is_no_error(tmp_path):
+def test_stopping_an_ended_child_is_not_an_error(tmp_path):
     died(child(tmp_path)).stop(1.0)
     child(tmp_path).stop(1.0)
 
@@ -147,7 +147,7 @@ class Peer(Child):
         self.process.stdout.readline()
 
 
-def test_workers_end_together_and_the_controller_after_them(tmp_path):
+def test_workers_stop_together_and_the_controller_after_them(tmp_path):
     """Each was told when the one before had ended: the end of eight took the sum of their drains."""
     names = ("controller", "worker 0", "worker 1")
     children = [Peer(name, [name.split()[0]], "", tmp_path / "log") for name in names]
@@ -202,7 +202,7 @@ finally:
 
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
+def test_interrupting_the_shutdown_leaves_no_process(tmp_path, first):
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     children = [int(each) for each in parent.stdout.readline().split()]
     assert len(children) == 2

@@ -57,7 +57,7 @@ class FakeContext:
 # Settings.
 
 
-def test_arguments_of_serve_run_become_settings_by_their_type(tmp_path):
+def test_arguments_of_serve_run_are_parsed_by_type(tmp_path):
     config = fleet_from({"workers": "2", "max-workers": "4", "data_dir": str(tmp_path), "target": "t", "threads": "1"})
     assert (config.workers, config.max_workers, config.data_dir) == (2, 4, tmp_path)
     assert config.worker_config({}).threads == 1
@@ -83,7 +83,7 @@ def test_arguments_that_cannot_work_are_named(arguments, words):
         fleet_from(arguments)
 
 
-def test_a_controller_that_others_reach_must_be_protected(tmp_path):
+def test_a_controller_open_to_other_machines_must_be_protected(tmp_path):
     config = FleetConfig()
     assert config.controller_config("127.0.0.1", {}).listen == "127.0.0.1:7070"
     with pytest.raises(ValueError, match="open to other machines"):
@@ -98,7 +98,7 @@ def test_a_controller_that_others_reach_must_be_protected(tmp_path):
     assert (told.tls_cert, told.tls_key, told.token_file) == (cert, key, token)
 
 
-def test_ray_may_go_without_its_address():
+def test_the_ray_flag_needs_no_address():
     assert with_ray_address(["up", "--ray"]) == ["up", "--ray", "auto"]
     assert with_ray_address(["up", "--ray", "--workers", "2"]) == ["up", "--ray", "auto", "--workers", "2"]
     assert with_ray_address(["up", "--ray", "h:6379"]) == ["up", "--ray", "h:6379"]
@@ -108,7 +108,7 @@ def test_ray_may_go_without_its_address():
 # Calls.
 
 
-async def test_a_call_that_is_aborted_has_its_status_and_what_came_before():
+async def test_an_aborted_call_keeps_its_status_and_earlier_messages():
     outer = FakeContext()
     call = ServeCall(outer)
 
@@ -123,7 +123,7 @@ async def test_a_call_that_is_aborted_has_its_status_and_what_came_before():
     assert (outer.code, outer.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
 
 
-async def test_a_caller_who_goes_away_ends_the_work():
+async def test_a_cancelled_call_cancels_its_work():
     ended, call = asyncio.Event(), ServeCall(FakeContext())
 
     async def work() -> None:
@@ -157,7 +157,7 @@ def of(folder: Path, **changes: Any) -> ControllerConfig:
     return ControllerConfig(**{"listen": "127.0.0.1:0", "data_dir": folder} | changes)
 
 
-async def test_a_controller_that_could_not_start_does_when_it_is_told_better(tmp_path):
+async def test_a_controller_can_start_after_a_failed_start(tmp_path):
     first, second = HostedController(), HostedController()
     address = await first.address(of(tmp_path))
     assert await first.address(of(tmp_path / "other")) == address, "one that serves stays"
@@ -175,7 +175,7 @@ async def test_a_controller_that_could_not_start_does_when_it_is_told_better(tmp
 
 
 @pytest.mark.parametrize(("insecure", "status"), [(False, 401), (True, 200)])
-async def test_without_a_token_nobody_is_answered_over_http_either(insecure, status):
+async def test_without_a_token_http_requests_are_refused(insecure, status):
     engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
     engine.admission = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
     engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))

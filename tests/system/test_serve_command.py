@@ -31,7 +31,7 @@ def test_bad_input_is_one_sentence(arguments, words):
     assert "\n" not in str(found)
 
 
-async def test_workers_without_a_pace_send_as_much_as_becomes_durable(tmp_path):
+async def test_simulated_workers_at_full_speed_report_what_becomes_durable(tmp_path):
     async with served(tmp_path, commit_interval_s=0.05) as at:
         load = await load_of(at.address, time.perf_counter, 4, 16, math.inf, warm_up_s=0.5, seconds=2.0)
         totals = at.service.totals

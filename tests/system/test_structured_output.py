@@ -37,7 +37,7 @@ def post(worker: HttpWorker, **fields: Any) -> httpx.Response:
     return http_worker.post(worker, {"prompt": "a", "max_tokens": 80, **fields})
 
 
-def test_the_official_client_parses_what_comes(worker: HttpWorker) -> None:
+def test_the_official_client_parses_structured_output(worker: HttpWorker) -> None:
     answer = worker.client().chat.completions.parse(
         model=MODEL, messages=[{"role": "user", "content": "Who?"}], response_format=Person, max_tokens=200, seed=1
     )
@@ -57,7 +57,7 @@ NAMED = {"type": "function", "function": {"name": "Answer"}}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
-def test_the_official_client_gets_calls_of_tools(worker: HttpWorker, choice: Any, reason: str, stream: bool) -> None:
+def test_the_official_client_receives_tool_calls(worker: HttpWorker, choice: Any, reason: str, stream: bool) -> None:
     """As instructor, pydantic-ai and langchain ask for a structure; its stream puts the pieces together."""
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -86,7 +86,7 @@ def test_the_official_client_gets_calls_of_tools(worker: HttpWorker, choice: Any
     assert after.choices[0].message.tool_calls is None
 
 
-def test_both_edges_write_the_same(worker: HttpWorker) -> None:
+def test_http_and_grpc_generate_the_same_structured_output(worker: HttpWorker) -> None:
     """And every kind of them does what it says, in a batch of four sequences."""
     schema = json.dumps(Person.model_json_schema())
     pairs: list[tuple[dict[str, Any], pb.StructuredOutput]] = [
@@ -182,7 +182,7 @@ class Pet(pydantic.BaseModel, extra="forbid"):
     pet: Cat | Dog = pydantic.Field(discriminator="kind")
 
 
-def test_branches_of_which_one_must_fit_are_read_as_any_that_fits(worker: HttpWorker) -> None:
+def test_one_of_is_read_as_any_of(worker: HttpWorker) -> None:
     """Story: of pydantic's unions the library asked for an option that no caller could set."""
     for schema in (Pet.model_json_schema(), Pet.model_json_schema(mode="serialization")):
         assert "oneOf" in json.dumps(schema)
@@ -196,7 +196,7 @@ def test_branches_of_which_one_must_fit_are_read_as_any_that_fits(worker: HttpWo
     assert post(worker, structured_outputs={"json": overlapping}).status_code == 200
 
 
-def test_a_worker_without_the_library_says_so(worker: HttpWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_llguidance_names_the_extra(worker: HttpWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = post(worker, structured_outputs={"regex": "never asked for before"})
     assert answer.status_code == 400
@@ -205,7 +205,7 @@ def test_a_worker_without_the_library_says_so(worker: HttpWorker, monkeypatch: p
 
 @pytest.mark.parametrize("wanted", [{"grammar": 'start: "a" start'}, {"json": {"const": "<|endoftext|>"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_turns_out_to_be_too_much_is_the_callers_fault(
+def test_a_grammar_that_fails_while_generating_is_a_client_error(
     worker: HttpWorker, wanted: dict[str, Any], stream: bool
 ) -> None:
     """Story: it was a 500 that asked to try again, which the official clients do."""

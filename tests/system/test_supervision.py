@@ -63,20 +63,20 @@ async def waits_for_what_is_cancelled() -> None:
     await call
 
 
-async def test_a_part_that_ends_is_started_again_and_counted() -> None:
+async def test_a_task_that_ends_is_restarted_and_counted() -> None:
     await kept_through(failing, returns, waits_for_what_is_cancelled)
 
 
 @pytest.mark.parametrize(
     ("work", "words"), [(failing, "broken"), (returns, "without a reason"), (cancelled_from_within, "without a reason")]
 )
-async def test_a_part_that_may_not_end_fails_however_it_does(work: Any, words: str) -> None:
+async def test_a_task_that_must_not_end_fails_however_it_ends(work: Any, words: str) -> None:
     supervisor = Supervisor()
     supervisor.start("a task", work())
     assert str(await supervisor.failure) == f"a task has ended: {words}"
 
 
-async def test_what_is_stopped_on_purpose_is_no_failure_and_a_dead_thread_is_one() -> None:
+async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is() -> None:
     supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
     thread.start()
     supervisor.start("a task", asyncio.sleep(60))
@@ -87,7 +87,7 @@ async def test_what_is_stopped_on_purpose_is_no_failure_and_a_dead_thread_is_one
     assert str(await again.failure) == "a thread has ended: its thread is dead"
 
 
-async def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: where a part failed in the moment in which it was cancelled, it was started again, and `stop` waited on."""
     monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
 
@@ -121,7 +121,7 @@ async def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: p
 
 
 @pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
-async def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) -> None:
+async def test_one_failure_ends_all_concurrent_tasks(work: Any, error: str) -> None:
     ended = []
 
     async def other() -> None:
@@ -135,7 +135,7 @@ async def test_of_works_that_run_together_one_failure_ends_all(work: Any, error:
     assert ended == ["other"]
 
 
-async def test_a_failure_in_another_thread_ends_the_waiting_and_the_first_one_counts() -> None:
+async def test_the_first_failure_of_another_thread_is_raised() -> None:
     supervisor = Supervisor()
     supervisor.check()
 
@@ -171,7 +171,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_whose_loop_hangs_ends_with_a_word_and_code_1() -> None:
+def test_a_process_whose_loop_hangs_ends_with_a_message_and_code_1() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "its event loop does not answer" in done.stdout + done.stderr

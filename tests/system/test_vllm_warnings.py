@@ -12,7 +12,7 @@ from tests.support.vllm_serving import NOBODY, controller, serve
 from tests.support.waiting import until
 
 
-def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
+def test_the_cost_of_the_hooks_is_logged_now_and_then(scheduler_for, caplog, monkeypatch):
     monkeypatch.setattr("speclen.integrations.vllm.steering.TELL_S", 0.1)
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
@@ -20,7 +20,7 @@ def test_what_it_costs_is_told_now_and_then(scheduler_for, caplog, monkeypatch):
         until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
 
 
-def test_without_a_controller_the_configured_lengths_stay_and_one_line_says_so(scheduler_for, caplog):
+def test_without_a_controller_the_configured_lengths_stay_and_one_line_is_logged(scheduler_for, caplog):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
@@ -54,7 +54,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
         ({}, {"speculative_config__num_speculative_tokens": 99}, "99", "give less"),
     ],
 )
-def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, variables, changes, named, way_out):
+def test_bad_input_is_one_warning_and_vllm_keeps_serving(scheduler_for, caplog, variables, changes, named, way_out):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
         serve(scheduler)
@@ -82,7 +82,7 @@ WithoutField = type("SchedulerOutput", (), {"__dataclass_fields__": FIELDS})
         (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), False, "vllm.v1.outputs"),
     ],
 )
-def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, caplog, change, is_on, words):
+def test_an_unsupported_vllm_is_one_warning_and_keeps_serving(monkeypatch, scheduler_for, caplog, change, is_on, words):
     change(monkeypatch)
     with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
@@ -91,7 +91,7 @@ def test_another_vllm_is_one_warning_and_serves_on(monkeypatch, scheduler_for, c
     assert [words in record.getMessage() for record in caplog.records].count(True) == 1
 
 
-def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, scheduler_for, caplog):
+def test_a_wrong_token_and_another_run_are_logged_with_advice(tmp_path, scheduler_for, caplog):
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     wrong = tmp_path / "wrong"
@@ -110,7 +110,7 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
 
 
 @pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
-def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, hook):
+def test_a_failure_in_a_hook_disables_the_hooks_alone(scheduler_for, caplog, hook):
     scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
     steering = scheduler.steering
 

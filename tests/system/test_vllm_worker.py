@@ -43,7 +43,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
         assert card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
-def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
+def test_when_the_controller_stops_its_last_table_stays(tmp_path, scheduler_for):
     with controller(tmp_path, length=1) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
     until(lambda: not scheduler.steering.control.connected, what="noticed")
@@ -85,7 +85,7 @@ def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, 
         assert (lengths[1], lengths[-1]) == (after, last)
 
 
-def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
+def test_a_fixed_policy_is_kept_and_its_steps_are_reported(tmp_path, scheduler_for):
     with controller(tmp_path, length=1) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4"))
         assert serve(scheduler)[1:] == [4] * 19
@@ -117,7 +117,7 @@ def test_only_requests_that_wait_for_time_keep_probes_waiting(scheduler_for, num
 FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode": "FULL_AND_PIECEWISE"}
 
 
-def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
+def test_v2_only_uses_lengths_with_graphs(tmp_path, scheduler_for):
     with controller(tmp_path, length=3) as there:
         scheduler = joined(scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address))
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
@@ -133,7 +133,7 @@ PREPARED = {"additional_config": {"speclen": {"table": [[1, 8, 4]]}}}
 
 
 @pytest.mark.parametrize(("replicas", "is_on"), [(1, True), (2, False)])
-def test_the_users_table_stands_behind_the_captured_one(scheduler_for, replicas, is_on):
+def test_the_users_table_is_the_fallback_of_the_captured_one(scheduler_for, replicas, is_on):
     """Replicas that step together in this process have none, as without the plugin."""
     config = fake_vllm.config(**FULL_GRAPHS, **PREPARED, parallel_config__data_parallel_size=replicas)
     scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
@@ -153,7 +153,7 @@ def test_connectors_see_the_chosen_length(scheduler_for):
     assert scheduler.steering.num_reported == 3, "each step is taken once"
 
 
-def test_engines_of_one_process_and_of_one_host_name_are_different_workers(scheduler_for, monkeypatch):
+def test_engines_with_one_process_id_and_host_name_are_different_workers(scheduler_for, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in two containers
     ids = {scheduler_for(SPECLEN_CONTROLLER=NOBODY).steering.control.card.worker_id for _ in range(2)}
@@ -165,7 +165,7 @@ def test_engines_of_one_process_and_of_one_host_name_are_different_workers(sched
     assert {"mine", "mine.2"} < ids
 
 
-def test_lengths_that_were_learned_are_read_at_the_next_start(tmp_path, scheduler_for):
+def test_learned_lengths_are_read_at_the_next_start(tmp_path, scheduler_for):
     with controller(tmp_path, length=3) as there:
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
         serve(scheduler, num_steps=60)
@@ -176,7 +176,7 @@ def test_lengths_that_were_learned_are_read_at_the_next_start(tmp_path, schedule
         assert startup.learned_by(fake_vllm.config(model_config__enforce_eager=False)) == {}, "another context"
 
 
-def test_without_an_address_a_controller_of_its_own_is_used_and_may_die(tmp_path, scheduler_for):
+def test_without_an_address_an_embedded_controller_is_used_and_restarted(tmp_path, scheduler_for):
     scheduler = joined(scheduler_for(SPECLEN_DATA_DIR=str(tmp_path)))
     database, control = tmp_path / "speclen.db", scheduler.steering.control
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_without_an_address_a_controller_of_its_own_is_used_and_may_die(tmp_path
     until(lambda: serving(database) is None)
 
 
-def test_a_data_directory_that_cannot_be_used_is_one_warning_and_vllm_serves_on(tmp_path, scheduler_for, caplog):
+def test_an_unusable_data_directory_is_one_warning_and_vllm_keeps_serving(tmp_path, scheduler_for, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_DATA_DIR=str(tmp_path / "file" / "directory"))

@@ -37,7 +37,7 @@ def refused(result: subprocess.CompletedProcess[str]) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
-def test_a_controller_says_whose_it_is(tmp_path):
+def test_a_controller_states_its_run_and_database(tmp_path):
     with running_controller(tmp_path / "a", run_id="one") as running, Client().channel(running.address) as channel:
         found = identity(channel, "controller")
         assert (found.run_id, found.database) == ("one", str(tmp_path / "a" / "speclen.db"))
@@ -47,7 +47,7 @@ def test_a_controller_says_whose_it_is(tmp_path):
         assert not owns(found, tmp_path / "absent.db")
 
 
-def test_a_second_up_names_who_is_there_and_starts_nothing(tmp_path):
+def test_a_second_up_names_the_running_one_and_starts_nothing(tmp_path):
     """It used to say "the controller is serving", and to restart its own for ever."""
     with running_controller(tmp_path / "a") as running:
         said = refused(speclen("up", "--controller", running.address, "--listen", free_address(), cwd=tmp_path))
@@ -97,7 +97,7 @@ def test_a_controller_refuses_a_worker_of_another_run(tmp_path):
         assert stub.RegisterWorker(request, timeout=PATIENCE_S).controller.run_id == "one"
 
 
-def test_a_child_whose_port_another_took_is_not_taken_for_ours(tmp_path):
+def test_another_server_on_a_childs_port_is_not_mistaken_for_it(tmp_path):
     with running_controller(tmp_path / "a", run_id="one") as running:
         ours = Child("controller", ["controller"], running.address, tmp_path / "log", run_id="two")
         with pytest.raises(UserError, match="is taken by a speclen controller of"):

@@ -85,7 +85,7 @@ def number(page: str, sample: str) -> float:
     return float(re.search(rf"^{sample} (\S+)$", httpx.get(f"http://{page}/metrics").text, re.MULTILINE)[1])
 
 
-def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start: Any) -> None:
+def test_a_worker_without_a_controller_bounds_its_reports(start: Any) -> None:
     page = free_address()
     worker = start("few", "--controller", "", "--metrics-listen", page)
     with grpc.insecure_channel(worker.address) as channel:
@@ -95,14 +95,14 @@ def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start:
     until(lambda: number(page, r"speclen_reports_buffered\{.*\}") <= 3)
 
 
-def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
+def test_an_engine_that_does_not_stop_is_abandoned(start: Any) -> None:
     worker = start("hang", "--controller", "", "--drain-timeout-s", "0.1")
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(PATIENCE_S) == 1
     assert "has not stopped" in worker.last_line()
 
 
-def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(start: Any) -> None:
+def test_failing_reporting_is_restarted_and_counted_while_the_worker_serves(start: Any) -> None:
     page = free_address()
     worker = start("reporting", "--controller", free_address(), "--metrics-listen", page)
     until(lambda: number(page, r'speclen_part_failures_total\{.*part="reporting"\}') >= 2)

@@ -40,7 +40,7 @@ def test_page():
         assert line in lines
 
 
-def test_rows_for_which_nothing_was_drafted_are_no_drafts():
+def test_sequences_without_drafts_do_not_count_as_drafts():
     """Beside a request without speculation half of the drafts looked as if the target had rejected all of them."""
     drafts = request("drafts", [3, 4, 5], max_tokens=20, ignore_eos=True)
     counted = []
@@ -53,7 +53,7 @@ def test_rows_for_which_nothing_was_drafted_are_no_drafts():
     assert counted[0][0] > 3
 
 
-def test_the_page_beyond_loopback_is_read_with_a_certificate(tmp_path):
+def test_the_metrics_page_beyond_loopback_needs_a_client_certificate(tmp_path):
     """It was refused, with advice (--tls-cert, --token-file) that did not help."""
     made, address = make_certificates(tmp_path), free_address()
     security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)

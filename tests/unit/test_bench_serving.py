@@ -35,7 +35,7 @@ def replay(service, track, timeout_s=10.0, at_once=None):
     return asyncio.run(run())
 
 
-def test_requests_are_sent_when_the_track_says_and_not_when_earlier_ones_are_done():
+def test_requests_are_sent_at_their_time_whether_or_not_earlier_ones_are_done():
     """Each takes 0.3 s, and they come every 0.05 s: a closed loop would take 1.8 s, an open one 0.55 s."""
     track = arrivals([0.05 * index for index in range(6)], num_tokens=30)
     outcomes = replay(FakeService(step_s=0.01), track)
@@ -46,13 +46,13 @@ def test_requests_are_sent_when_the_track_says_and_not_when_earlier_ones_are_don
     assert all(outcome.at_s < outcome.first_token_s < outcome.finished_s for outcome in outcomes)
 
 
-def test_latency_counts_from_the_moment_of_the_track():
+def test_latency_counts_from_the_planned_time():
     """A request of the past is late by all that time: what a client that fell behind would otherwise hide."""
     outcomes = replay(FakeService(step_s=0.001), arrivals([-1.0]))
     assert outcomes[0].latency_s > 1.0
 
 
-def test_in_a_closed_loop_a_request_is_sent_when_another_ends_and_latency_counts_from_then():
+def test_in_a_closed_loop_latency_counts_from_the_end_of_another_request():
     track = arrivals([0.0] * 6, num_tokens=10)
     outcomes = replay(FakeService(step_s=0.01), track, at_once=2)
     for outcome in outcomes:
@@ -71,7 +71,7 @@ def test_in_a_closed_loop_a_request_is_sent_when_another_ends_and_latency_counts
         (FakeService(step_s=1.0), 0.3, 5, "DEADLINE_EXCEEDED"),
     ],
 )
-def test_a_request_without_its_full_answer_has_failed_and_says_why(service, timeout_s, num_failed, words):
+def test_a_request_without_its_full_answer_fails_with_a_reason(service, timeout_s, num_failed, words):
     outcomes = replay(service, arrivals([0.02 * index for index in range(5)]), timeout_s)
     failed = [outcome for outcome in outcomes if outcome.error]
     assert len(failed) == num_failed
@@ -154,7 +154,7 @@ def test_ratios_are_those_of_the_policies_and_their_intervals_hold_them():
     assert comparison.best_fixed() in ("fixed:2", "fixed:4")
 
 
-def test_failures_are_counted_and_their_blocks_left_out_of_both_sides():
+def test_blocks_with_failures_are_excluded_for_both_policies():
     comparison, _ = comparison_with(make=lambda n, order: make_round(n, order, ("none",) if n == 2 else ()), rounds=5)
     assert comparison.ratio("adaptive", "none").num_blocks == 4
     assert comparison.ratio("adaptive", "n-gram").num_blocks == 5
@@ -199,7 +199,7 @@ def test_failed_requests_have_no_output_to_compare():
     assert checked(second).num_compared == 1
 
 
-def test_an_output_that_is_cut_is_no_tie():
+def test_a_truncated_output_is_not_a_tie():
     with pytest.raises(ValueError, match="3 and 2 tokens for one request"):
         checked(outputs((5, 6), (8, 9, 1)))
 

@@ -48,7 +48,7 @@ def harmless(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prompts_that_the_model_answers_with_no_numbers_fail_alone(pair: ModelPair, backend: str) -> None:
+def test_requests_with_non_finite_logits_fail_alone(pair: ModelPair, backend: str) -> None:
     """Story: a damaged embedding gave an empty answer that was told to be complete, and JSON that no client reads."""
     bias = {NAN: -100.0, INF: -100.0}
     good = [
@@ -85,7 +85,7 @@ def check_failed(collected: Collected, name: str, index: int = 0) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
-def test_what_comes_before_is_told_whatever_was_drafted(pair: ModelPair, length: int) -> None:
+def test_tokens_before_a_non_finite_logit_are_emitted(pair: ModelPair, length: int) -> None:
     """The model is made to write the token that breaks it."""
     plain = generate(make_engine(pair, 0), request("x", [30, 31, 32], max_tokens=9, ignore_eos=True)).ids("x")
     target = damaged(pair.target, **{f"t{plain[5]}": math.nan})
@@ -96,7 +96,7 @@ def test_what_comes_before_is_told_whatever_was_drafted(pair: ModelPair, length:
     check_failed(collected, "x")
 
 
-def test_a_draft_that_gives_no_numbers_changes_no_output(pair: ModelPair) -> None:
+def test_a_draft_with_non_finite_logits_changes_no_output(pair: ModelPair) -> None:
     prompt = [30, DRAFT_NAN, 31, 32]
     for kind, settings in KINDS.items():
         if kind == "drawn":
@@ -116,7 +116,7 @@ def rules(temperature: float, seed: int | None) -> list[Any]:
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5), (1.0, None)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_are_cut_where_their_logits_break(temperature: float, seed: int | None, value: float) -> None:
+def test_sequences_end_where_their_logits_are_not_finite(temperature: float, seed: int | None, value: float) -> None:
     """The draft agrees with the target everywhere: only what breaks cuts."""
     certain = torch.full((3, 4, 8), -50.0)
     certain[:, :, 2] = 50.0

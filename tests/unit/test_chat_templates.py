@@ -37,7 +37,7 @@ def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("template", [STRINGS, PARTS, MIXED, CONCATENATING, KNOWN_ROLES])
-def test_texts_reach_the_prompt_whatever_form_the_template_reads(template):
+def test_texts_reach_the_prompt_in_every_form_that_templates_read(template):
     assert prompt(template, *SYSTEM_AND_USER) == "<system>Be short.<user>Hi"
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
     assert prompt(template, {"role": "user", "content": parts}) == "<user>Hi\nthere"
@@ -51,7 +51,7 @@ def test_a_text_that_does_not_reach_the_prompt_is_an_error(template):
     assert (told.value.status, told.value.param) == (400, "messages")
 
 
-def test_nothing_is_missed_of_empty_messages_and_beside_calls_of_tools():
+def test_empty_messages_and_tool_calls_need_no_text_in_the_prompt():
     called = {"role": "assistant", "content": "I look.", "tool_calls": [call("{}")]}
     assert prompt(KNOWN_ROLES, called, {"role": "tool"}, {"role": "user", "content": "Hi"}) == "<user>Hi"
 
@@ -75,7 +75,7 @@ def test_a_refusal_is_the_assistants_text(said):
         ("{{ raise_exception('long ' * 1000) }}", "long"),
     ],
 )
-def test_what_goes_wrong_inside_a_template_is_one_sentence(template, reason):
+def test_an_error_inside_a_template_is_one_sentence(template, reason):
     with pytest.raises(ApiError, match=reason) as told:
         prompt(template, *SYSTEM_AND_USER)
     assert (told.value.status, told.value.param) == (400, "messages")
@@ -83,7 +83,7 @@ def test_what_goes_wrong_inside_a_template_is_one_sentence(template, reason):
     assert len(told.value.message) < 300
 
 
-def test_variables_of_the_call_itself_may_not_be_set():
+def test_template_arguments_of_the_call_itself_may_not_be_set():
     with pytest.raises(ApiError, match="chat_template_kwargs may not set tokenize"):
         prompt(STRINGS, *SYSTEM_AND_USER, chat_template_kwargs={"tokenize": True})
 
@@ -96,7 +96,7 @@ def test_variables_of_the_call_itself_may_not_be_set():
         (KNOWN_ROLES.replace("'system'", "'developer'"), "developer"),
     ],
 )
-def test_a_developer_speaks_as_the_system_where_the_template_does_not_know_the_role(template, role):
+def test_a_developer_message_becomes_a_system_message_if_the_role_is_unknown(template, role):
     assert prompt(template, {"role": "developer", "content": "Be short."}) == f"<{role}>Be short."
 
 
@@ -125,14 +125,14 @@ def test_arguments_of_earlier_calls_reach_the_template_as_an_object(arguments, t
 
 
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null", r'{"a": "\ud800"}'])
-def test_arguments_that_are_no_object_stay_what_they_were(arguments):
+def test_arguments_that_are_not_an_object_stay_text(arguments):
     told = {"role": "assistant", "tool_calls": [call(arguments)]}
     assert prompt("{{ messages[0].tool_calls[0].function.arguments }}", told) == arguments
     with pytest.raises(ApiError, match="Can only get item pairs from a mapping"):
         prompt(CALLS, told)
 
 
-def test_fields_that_are_null_are_not_there_for_the_template():
+def test_null_fields_are_absent_for_the_template():
     """SDKs send messages back with every field that they know."""
     template = "{{ 'tool_calls' in messages[0] or 'audio' in messages[0] }}{{ messages[0].content }}"
     sent = {"role": "assistant", "content": "Hi", "audio": None, "refusal": None}

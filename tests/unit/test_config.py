@@ -70,7 +70,7 @@ def test_a_profile_is_read_and_used(tmp_path):
 @pytest.mark.parametrize(
     "content", ["", "{}", "[]", '{"cells": [{}], "survival": []}', '{"cells": [], "survival": [1]}']
 )
-def test_a_file_that_is_no_profile_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_profile_is_named(tmp_path, content):
     profile = tmp_path / "profile.json"
     profile.write_text(content)
     with pytest.raises(ValueError, match="profile"):
@@ -102,7 +102,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
         ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
     ],
 )
-def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
+def test_invalid_worker_settings_are_refused_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings).check_http()
 
@@ -121,7 +121,7 @@ def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])
-def test_a_taken_port_is_told_before_anything_is_loaded(name):
+def test_a_taken_port_is_reported_before_a_model_is_loaded(name):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = WorkerConfig(**{"listen": "127.0.0.1:0", name: f"127.0.0.1:{taken.getsockname()[1]}"})
         with pytest.raises(OSError, match=f"cannot listen on .*; choose another with --{name.replace('_', '-')}"):
@@ -135,7 +135,7 @@ def test_a_taken_port_is_told_before_anything_is_loaded(name):
         ({"backend": "openvino", "dtype": "float16", "device": "cpu"}, "--backend openvino: "),
     ],
 )
-def test_what_this_machine_cannot_do_is_told_before_anything_is_loaded(settings, words):
+def test_settings_that_this_machine_cannot_run_are_refused_before_loading(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         check_config(WorkerConfig(listen="127.0.0.1:0", **settings))
 
@@ -167,6 +167,6 @@ def test_the_controllers_defaults_are_the_documented_ones():
         ({"drain_timeout_s": -1.0}, "--drain-timeout-s"),
     ],
 )
-def test_what_cannot_work_with_the_controller_is_named(options, flag):
+def test_invalid_controller_settings_are_named(options, flag):
     with pytest.raises(ValueError, match=flag):
         ControllerConfig(**options)

@@ -125,7 +125,7 @@ async def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     assert len(controller.seqs) > 10
 
 
-async def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
+async def test_a_report_that_no_message_can_hold_is_dropped_alone():
     controller = FakeController()
     async with joined(controller) as control:
         for version in (0, -1, 0):
@@ -136,7 +136,7 @@ async def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
     assert control.buffer.num_dropped == 1
 
 
-async def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
+async def test_a_worker_whose_clock_was_set_back_is_still_the_newer_incarnation():
     """Story: it was refused until its clock had passed the epoch of its last start."""
     controller = FakeController()
     controller.newest_epoch = 1000
@@ -161,7 +161,7 @@ async def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_report
         assert not control.wants_evaluations
 
 
-async def test_the_worker_ends_and_its_last_reports_do_not_wait():
+async def test_the_last_reports_of_an_ending_worker_are_sent_at_once():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
     async with joined(controller, settings=slow) as control:

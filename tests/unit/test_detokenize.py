@@ -72,7 +72,7 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
     return made(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True), decoder)
 
 
-def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
+def test_bytes_that_never_form_a_character_are_emitted() -> None:
     detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
     broken = tiny_models.tokenizer().encode("é")[:1]
     shown = "".join(detokenizer.push(broken) for _ in range(200))
@@ -81,14 +81,14 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2])
-def test_half_a_character_at_the_end_of_the_prompt_is_not_the_outputs(num_output: int) -> None:
+def test_half_a_character_at_the_end_of_the_prompt_is_not_emitted(num_output: int) -> None:
     half = tiny_models.tokenizer().encode("a🙂")[:-1]
     detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), half)
     output = tiny_models.tokenizer().encode("bc")[:num_output]
     assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
 
 
-def test_half_a_character_of_byte_tokens_is_not_the_outputs_and_what_is_before_it_neither() -> None:
+def test_half_a_character_of_byte_tokens_in_the_prompt_is_not_emitted() -> None:
     decode = make_decode(sentencepiece_style(), True)
     prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
     assert Detokenizer(decode, prompt).push([1]) == " the"
@@ -117,7 +117,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_text_is_that_of_all_tokens_however_they_are_cut(name: str, skip: bool) -> None:
+def test_the_text_is_independent_of_how_tokens_are_split(name: str, skip: bool) -> None:
     """Random ids, a random part of them as prompt, in random steps; special tokens more often than others.
 
     Where bytes are no text, all cuts agree with each other; elsewhere with the tokenizer, too.

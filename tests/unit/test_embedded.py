@@ -83,7 +83,7 @@ def test_a_controller_is_found_while_it_serves_and_under_every_name_of_its_datab
     assert serving(database) is None
 
 
-def test_a_controller_that_cannot_publish_serves_on(tmp_path):
+def test_a_controller_that_cannot_publish_its_address_keeps_serving(tmp_path):
     with published(tmp_path / "absent" / "speclen.db", "127.0.0.1:7"):
         pass
     with published(tmp_path / "speclen.db", "127.0.0.1:7"), published(tmp_path / "speclen.db", "127.0.0.1:8"):

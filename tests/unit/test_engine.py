@@ -31,7 +31,7 @@ from tests.support.engines import (
 )
 
 
-def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
+def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted() -> None:
     """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
     target, _ = engines.models("llama")
     script = script_of(5, 5)
@@ -127,7 +127,7 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
 # Speculation lengths.
 
 
-def test_length_0_does_no_draft_work_at_all() -> None:
+def test_length_0_never_runs_the_draft() -> None:
     engine = make_engine(chooser=0)
     generate(engine, request("first", PROMPT, max_tokens=3))  # the first step has yet to learn that nothing is drafted
 
@@ -145,7 +145,7 @@ def script_of(*lengths: int) -> Arms:
 
 
 @pytest.mark.parametrize("between", [[Arm()] * 2, [Arm()] * 30, [Arm(0, ngram=True)] * 3])
-def test_the_draft_catches_up_with_what_it_had_no_part_in_and_the_step_is_flagged(between: list[Arm]) -> None:
+def test_the_draft_catches_up_after_steps_without_it_and_the_step_is_flagged(between: list[Arm]) -> None:
     """Story: a stale draft made acceptance look low for good. A draft that is the target must stay perfect."""
     target, _ = engines.models("llama")
     script = Arms(Arm(2), *between, Arm(3))
@@ -243,7 +243,7 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend: s
     assert engine.load().num_ngram_tokens > 100
 
 
-def test_catching_up_with_n_grams_is_a_part_of_arms_that_draft_beside_them() -> None:
+def test_catching_up_after_n_gram_steps_is_part_of_mixed_arms() -> None:
     """Only where drafting was off before is such a step no usable sample of what the arm takes."""
     both, odd = Arm(3, ngram=True), random.Random(0).sample(range(3, 60), k=30)
     chooser = Arms(both)

@@ -125,7 +125,7 @@ def test_ranges_are_those_that_tables_shows(tmp_path, capsys):
     assert [tuple(each) for each in ranges] == [(1, 10, 2)]
 
 
-def test_what_cannot_be_exported_is_told(tmp_path):
+def test_an_export_that_is_not_possible_is_refused(tmp_path):
     database = write_database(tmp_path / "test.db")
     with pytest.raises(UserError, match="use json, vllm"):
         export(None, database, context="", table_format="vlm")

@@ -164,7 +164,7 @@ def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: No
     assert num_tokens / num_steps == pytest.approx(ran, abs=0.07)
 
 
-def test_few_outputs_are_evaluated_and_the_time_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
     engine = engine_of(chooser)
 
@@ -181,7 +181,7 @@ def test_few_outputs_are_evaluated_and_the_time_is_no_part_of_a_step(monkeypatch
     assert 2 <= len(whole) <= 1 + evaluating.SHARE * step_s
 
 
-def test_an_evaluation_that_fails_ends_nothing(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_evaluation_ends_no_request(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -194,7 +194,7 @@ def test_an_evaluation_that_fails_ends_nothing(always: None, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("settings", [{"fixed_length": 2}, {"frequency_penalty": 0.5}, {"max_tokens": 4}])
-def test_requests_unlike_the_others_are_not_evaluated(always: None, settings: dict[str, object]) -> None:
+def test_unusual_requests_are_not_evaluated(always: None, settings: dict[str, object]) -> None:
     """They look back, have their own length, or are too short to say anything."""
     chooser = Arms(Arm(2), wants_evaluations=True)
     generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))

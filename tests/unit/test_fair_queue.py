@@ -80,7 +80,7 @@ async def test_a_full_queue_names_the_setting_and_its_value() -> None:
         await aside.enter("b")
 
 
-async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
+async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free() -> None:
     """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
 
     aside, blocked, done = Aside("aside", 100), threading.Event(), []
@@ -102,7 +102,7 @@ async def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
+async def test_no_place_is_lost_under_random_cancellation(seed: int) -> None:
     """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""
 
     generator = random.Random(seed)
@@ -128,7 +128,7 @@ async def after_a_stay(fair_queue: FairQueue, seconds: float) -> Requests:
     return Requests(fair_queue)
 
 
-async def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
+async def test_a_request_that_would_wait_too_long_is_refused_with_an_estimate() -> None:
     requests = await after_a_stay(FairQueue(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
     await requests.come("a1", "a2", "a3", "a4", "a5")
     assert requests.fair_queue.num_waiting == 3
@@ -139,7 +139,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() ->
     assert requests.fair_queue.num_waiting == 4
 
 
-async def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
+async def test_a_request_with_too_short_a_deadline_is_refused_at_once() -> None:
     requests = await after_a_stay(FairQueue(1, 100), 2.0)
     await requests.come("a1")
     with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
@@ -148,7 +148,7 @@ async def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
     assert requests.fair_queue.num_waiting == 1
 
 
-async def test_what_is_inside_with_another_sequence_is_neither_refused_nor_pushed_out() -> None:
+async def test_further_sequences_of_an_admitted_request_are_not_refused() -> None:
     fair_queue = (await after_a_stay(FairQueue(1, 1, max_wait_s=3.0), 10.0)).fair_queue
     entered_at = await fair_queue.enter("a")
     more = [asyncio.create_task(fair_queue.enter("a", begun=True)) for _ in range(3)]
@@ -194,7 +194,7 @@ async def test_the_first_tokens_do_not_wait_for_the_interval():
 @pytest.mark.parametrize(
     "sizes", [[], [1], [5, 0, 7], [MOST_AT_ONCE] * 3, [MOST_AT_ONCE - 1, 1, 2, 3 * MOST_AT_ONCE, 1]]
 )
-def test_what_gathered_is_sent_in_parts(sizes):
+def test_gathered_outputs_are_sent_in_parts(sizes):
     """A client that reads steadily took longer than one message may for all that had gathered meanwhile."""
     outputs = [SequenceOutput("r", 0, tuple(range(size)), "") for size in sizes]
     parts = list(in_parts(outputs))

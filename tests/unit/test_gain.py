@@ -69,7 +69,7 @@ def test_the_view_has_the_mean_by_hour_and_range(database):
 
 
 @pytest.mark.parametrize("text", ["24", "h", "-1h", "1w", ""])
-def test_a_time_that_is_not_one_is_refused(text):
+def test_an_invalid_duration_is_refused(text):
     with pytest.raises(UserError, match="write 30m, 24h or 7d"):
         seconds_of(text)
 

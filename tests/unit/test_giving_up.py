@@ -18,7 +18,7 @@ from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 
-async def test_abort_ends_what_runs_and_what_waits() -> None:
+async def test_abort_ends_running_and_waiting_requests() -> None:
     async with served(rows=1) as at:
         names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
         tasks = []
@@ -37,7 +37,7 @@ async def test_abort_ends_what_runs_and_what_waits() -> None:
         assert at.async_engine.num_open == 0
 
 
-async def test_abort_ends_what_is_still_made_of_its_text() -> None:
+async def test_abort_ends_a_request_that_is_being_tokenized() -> None:
     async with served() as at:
         go_on, encoder = threading.Event(), at.async_engine.admission.encoder
         other = asyncio.create_task(encoder.aside.do("other", go_on.wait))  # another's text is in hand
@@ -55,7 +55,7 @@ async def test_abort_ends_what_is_still_made_of_its_text() -> None:
         assert (await at.stub.Abort(wanted)).num_aborted == 0
 
 
-async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:
+async def test_a_cancelled_request_id_can_be_reused_at_once() -> None:
     """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
 
     async with served(rows=1) as at:
@@ -73,7 +73,7 @@ async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None
 
 
 @pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
-async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
+async def test_waiting_for_the_engine_ends_with_the_engine(end: str) -> None:
     async with served(rows=1) as at:
 
         async def ask() -> None:

@@ -74,7 +74,7 @@ class TableMatcher:
 TABLE = {-1: [0, 2, 3], 0: [0, 1, 2], 1: [0, 2, END], 2: [0, 1, 2, 3], 3: [1, 3]}
 
 
-def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
+def test_sampling_follows_the_restricted_target_whatever_is_drafted() -> None:
     """Exact enumeration: over every draft of two tokens, what is accepted and what is recovered add up to the target's."""
     batch = BatchSampling([RowSampling(temperature=1.0)], torch.device("cpu"))
     grammars = StepGrammars([Grammar(TableMatcher(TABLE), VOCAB, [END]).start()])
@@ -101,7 +101,7 @@ def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
     assert total.tolist() == pytest.approx(law.tolist(), abs=1e-6)
 
 
-def test_what_is_held_back_comes_where_nothing_else_may() -> None:
+def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else() -> None:
     """min_tokens and ignore_eos keep an end away, but never against the grammar."""
     table = {-1: [0], 0: [0, END], 1: [END]}
     state = Grammar(TableMatcher(table), VOCAB, [END]).start([END], min_tokens=3)
@@ -116,7 +116,7 @@ def test_what_is_held_back_comes_where_nothing_else_may() -> None:
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
-def test_a_matcher_that_fails_beyond_the_output_is_no_failure(unreadable: bool) -> None:
+def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable: bool) -> None:
     """Story: a draft that the target would not take led a matcher over its limit, and the request ended with an error."""
     state = Grammar(TableMatcher(TABLE, poison=(2, 0, 1), unreadable=unreadable), VOCAB, [END]).start()
     assert state.append([2]) == 1

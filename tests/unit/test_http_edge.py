@@ -150,7 +150,7 @@ def test_doubled_slashes_and_one_at_the_end_do_not_matter_but_in_names_of_models
     assert status != 200 or (answer.json()["id"] == model if model else answer.json()["object"] == "list")
 
 
-def test_a_body_reaches_its_route_at_a_path_with_a_slash_too_many():
+def test_a_body_reaches_its_route_despite_extra_slashes():
     assert Edge().ask("POST", "//v1/completions/", json={"prompt": "a", "model": "gpt-9"}).status_code == 404
     assert Edge().ask("POST", "//v1/completions/", json={}).json()["error"]["param"] == "prompt"
 

@@ -69,5 +69,5 @@ def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(
 
 
 @pytest.mark.parametrize(("limit", "spare"), [(64, 16), (256, 32), (1024, 32), (2**20, 32)])
-def test_the_files_that_connections_leave_to_everything_else(limit: int, spare: int) -> None:
+def test_some_files_are_reserved_for_everything_but_connections(limit: int, spare: int) -> None:
     assert spare_files(limit) == spare

@@ -16,7 +16,7 @@ from tests.support.served import held, served
 from tests.support.waiting import on_loop_until as until
 
 
-async def test_a_stream_that_waits_says_so_in_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speclen.worker.http.responses.SILENCE_S", 0.01)
     sent: list[bytes] = []
 

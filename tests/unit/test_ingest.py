@@ -32,7 +32,7 @@ def test_a_report_becomes_a_record():
     assert step == StepRecord(9, 4, Arm(2), 0.02, (1, 2, 1), 100.0, 13, frozenset(), 17, (), 4, 12, 0.5, 2)
 
 
-def test_what_is_absent_has_the_value_of_an_ordinary_step():
+def test_absent_fields_default_to_an_ordinary_step():
     plain = read(speculation_length=0, accepted_histogram=[4])
     assert (plain.num_drafted_sequences, plain.num_verified_tokens) == (0, 4)
     told = read(num_drafted_sequences=0, num_verified_tokens=7, ngram=True)
@@ -87,14 +87,14 @@ def test_what_is_absent_has_the_value_of_an_ordinary_step():
         ),
     ],
 )
-def test_what_is_not_plausible_is_refused_by_name(field, values):
+def test_implausible_values_are_refused_by_name(field, values):
     for value in values:
         with pytest.raises(InvalidMessageError, match=rf"report 1?\d*: .*{field}.* must ") as refusal:
             read(**{field: value})
         assert len(str(refusal.value)) < 1000
 
 
-def test_n_grams_only_from_a_worker_that_registered_with_them():
+def test_n_grams_are_refused_unless_the_worker_registered_with_them():
     with pytest.raises(InvalidMessageError, match="ngram"):
         read_step(report(1, ngram=True), Limits(32, 4))
     alone = evaluation(num_steps=[12, 6], num_drafted_steps=[0, 0], num_verified_tokens=[12, 24])
@@ -120,7 +120,7 @@ def test_n_grams_only_from_a_worker_that_registered_with_them():
         {"evaluations": [evaluation(num_steps=[12, 6, 4, 3, 3, 2, 2, 2, 2, 2], num_drafted_steps=[0] * 10)]},
     ],
 )
-def test_every_limit_itself_is_allowed(changes):
+def test_values_at_the_limits_are_allowed(changes):
     assert read(**changes)
 
 

@@ -46,7 +46,7 @@ async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts, worker):
     assert (parts.store.last.workers[0].applied_seq, seqs_of(parts.store.last)) == (2, [1, 2])
 
 
-async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(parts, worker):
+async def test_a_failed_commit_is_followed_by_one_with_the_same_marks(parts, worker):
     parts.send(worker, 1, 2)
     parts.journal.commit()
     parts.send(worker, 3)
@@ -90,7 +90,7 @@ async def test_a_late_report_is_durable_only_with_its_own_commit(parts, worker):
     assert parts.store.last.workers[0].missing_ranges == "[[2, 2], [4, 4]]"
 
 
-async def test_an_answer_for_an_old_incarnation_moves_nothing(parts, worker):
+async def test_an_answer_for_an_old_incarnation_has_no_effect(parts, worker):
     parts.send(worker, 1, 2)
     parts.journal.commit()
     parts.worker(epoch=8)
@@ -98,7 +98,7 @@ async def test_an_answer_for_an_old_incarnation_moves_nothing(parts, worker):
     assert worker.durable_seq == 0
 
 
-async def test_registering_anew_does_not_lose_reports_that_wait(parts, worker):
+async def test_registering_again_does_not_lose_waiting_reports(parts, worker):
     parts.send(worker, 1, 2, learn=False)
     parts.worker(epoch=8)
     parts.journal.commit()
@@ -133,7 +133,7 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_rows(parts):
+async def test_reports_gathered_while_the_disk_is_full_are_bounded(parts):
     """The oldest raw rows are given up and counted; estimates and marks contain them."""
     parts.journal.max_waiting_reports = 50
     workers = [parts.worker(f"w{number}") for number in range(2)]
@@ -154,7 +154,7 @@ async def test_what_gathers_while_the_disk_is_full_is_one_commit_bounded_in_raw_
     assert parts.journal.num_waiting_reports == 0
 
 
-async def test_a_context_that_cannot_be_saved_keeps_no_other_from_it(parts):
+async def test_a_context_that_cannot_be_saved_does_not_block_others(parts):
     worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
     save = parts.estimator.save
     parts.estimator.save = lambda key: 1 / 0 if key == KEY else save(key)

@@ -74,7 +74,7 @@ def test_settings_ports_and_probes_belong_together(kind):
 
 
 @pytest.mark.parametrize("name", ["worker", "envoy"])
-def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
+def test_a_terminating_pod_waits_until_it_receives_no_requests(name):
     """The grace period begins with preStop: what runs then has to end within it, too."""
     pod, container = pod_and_container(name)
     waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]

@@ -45,7 +45,7 @@ def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pyt
     assert (values(pool, 1, 5), values(pool, 2, 7)) == ({1.0}, {4.0})
 
 
-def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_memory_is_zeroed_for_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked places are read all the same, and what is not finite there would spoil the row; also where no memory is
     handed back."""
     monkeypatch.setattr(sys, "platform", "elsewhere")
@@ -59,7 +59,7 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("make", "num_rows"), [(KVPool, 1_000_000), (BlockPool, 1_000)])
-def test_what_cannot_be_had_is_refused_with_a_sentence(make, num_rows: int) -> None:
+def test_too_much_kv_memory_is_refused_with_a_sentence(make, num_rows: int) -> None:
     with pytest.raises(MemoryError, match=rf"{num_rows} sequences .* GiB of KV memory.*lower --max-batch-size"):
         make([LayerShape(64, 128)] * 80, num_rows, 1_000_000_000, torch.float32, *[CPU] * (make is KVPool))
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence(make, num_rows: int) -> N
         ("/full", {"full": (1 << 30, 2 << 30, 0)}, 0),
     ],
 )
-def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypatch, path, limits, expected):
+def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch, path, limits, expected):
     """The process is in the group of this path, on a machine with 200 GiB free."""
     real = control_groups.lines_of
     monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
@@ -148,7 +148,7 @@ def check_blocks(pool: BlockPool) -> None:
     assert blocks.max() < pool.spare_block
 
 
-def test_rows_begin_with_what_others_held_before() -> None:
+def test_prompts_reuse_the_cached_blocks_of_earlier_rows() -> None:
     """Another text, or the same words after other ones, is never taken for it; a text that goes on shares its beginning."""
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
     text = list(range(3 * BLOCK_TOKENS + 5))
@@ -165,7 +165,7 @@ def test_rows_begin_with_what_others_held_before() -> None:
     assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
 
 
-def test_what_is_forgotten_is_found_no_more_and_its_blocks_are_free() -> None:
+def test_forgotten_blocks_are_not_reused_and_become_free() -> None:
     """Rows that still hold such a block keep it."""
     pool = BlockPool(BLOCK_SHAPES, 2, 400, torch.float32, max_cached_tokens=3 * BLOCK_TOKENS)
     text = list(range(3 * BLOCK_TOKENS))
@@ -179,7 +179,7 @@ def test_what_is_forgotten_is_found_no_more_and_its_blocks_are_free() -> None:
     check_blocks(pool)
 
 
-def test_what_was_used_longest_ago_is_forgotten_first_and_its_end_before_its_beginning() -> None:
+def test_the_cache_evicts_the_least_recently_used_text_from_its_end() -> None:
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
     texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}
     for name, text in texts.items():
@@ -193,7 +193,7 @@ def test_what_was_used_longest_ago_is_forgotten_first_and_its_end_before_its_beg
     check_blocks(pool)
 
 
-def test_memory_of_rows_that_left_goes_back() -> None:
+def test_memory_of_released_rows_is_returned() -> None:
     pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
     for row in range(8):
         blocks, _ = pool.reach(row, np.array([2000]))

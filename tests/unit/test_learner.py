@@ -41,7 +41,7 @@ def test_a_bad_report_is_refused_alone_and_counted(parts):
     assert parts.estimator.calls == [(KEY, [1, 4], "w")]
 
 
-def test_a_group_that_the_estimator_fails_on_costs_its_context_and_nobody_else(parts):
+def test_a_failing_estimator_resets_its_context_alone(parts):
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(elsewhere, 1)
     parts.send(worker, 1)
@@ -147,7 +147,7 @@ def test_regret_is_what_the_arm_in_use_would_have_saved():
     assert error.regret_s == pytest.approx(0.006 - 0.001 + 0.020)
 
 
-def test_nothing_is_said_where_nothing_was_predicted():
+def test_steps_without_a_prediction_are_not_compared():
     error = PredictionError()
     error.add(Table(1, (Choice(1, 4, Arm(2)),)), [step(4, 2, 0.022, 1, 2, 1)])
     assert (error.compared, error.elsewhere_s) == ({}, 0.0)

@@ -47,13 +47,13 @@ def test_an_unknown_level_is_named() -> None:
         set_up_logs("loud", io.StringIO())
 
 
-def test_many_events_of_a_kind_are_one_line_with_their_number() -> None:
+def test_repeated_events_become_one_line_with_a_count() -> None:
     times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
     sparse = Sparse(5.0, lambda: next(times))
     assert [sparse.pass_on(kind) for kind in "aaabaa"] == [0, None, None, 0, 2, None]
 
 
-def test_what_callers_make_other_libraries_log_cannot_fill_a_disk():
+def test_logs_of_libraries_cannot_fill_the_disk():
     stream = io.StringIO()
     set_up_logs(stream=stream)
     for _ in range(1000):

@@ -60,7 +60,7 @@ OLMOE = {**tiny_models.GROUPED, **EXPERTS, "num_experts": 2}
         ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
     ],
 )
-def test_windows_longer_than_a_usual_row_are_looked_at(
+def test_long_windows_must_agree_with_the_configuration(
     family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask.
@@ -76,7 +76,7 @@ def test_windows_longer_than_a_usual_row_are_looked_at(
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
-def test_windows_that_are_masked_and_handed_on_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_are_both_masked_and_passed_are_accepted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
     model = tiny_models.build(family, **tiny_models.GROUPED, sliding_window=64, **extra)
     check_model(cached(private_copy(model)), model, "model")
@@ -118,7 +118,7 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
 
 
 @pytest.mark.parametrize(("first_token", "first_query"), [(128, 1), (0, 3)])
-def test_kernels_are_looked_at_beyond_their_first_keys_and_queries(first_token: int, first_query: int) -> None:
+def test_the_check_covers_kernels_beyond_their_first_block(first_token: int, first_query: int) -> None:
     """Story: the longest row had 48 tokens and the widest pass two queries, while the kernels take in 128 keys at once."""
     model = tiny_models.build("llama")
     one, forward = cached(private_copy(model)), CachedModel.forward

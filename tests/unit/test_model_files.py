@@ -210,7 +210,7 @@ SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
 
 
 @pytest.mark.parametrize("quantisation", [None, {"quant_method": "of-tomorrow"}])
-def test_scales_of_quantised_weights_are_not_left_out_in_silence(folder: Path, quantisation: Any) -> None:
+def test_scales_of_quantised_weights_are_not_ignored(folder: Path, quantisation: Any) -> None:
     """Story: a checkpoint in FP8 was served without its scales, and wrote garbage."""
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     if quantisation is not None:
@@ -219,7 +219,7 @@ def test_scales_of_quantised_weights_are_not_left_out_in_silence(folder: Path, q
     assert SCALE in refusal(folder)
 
 
-def test_tensors_that_are_no_weights_do_no_harm(folder: Path) -> None:
+def test_tensors_that_are_not_weights_are_ignored(folder: Path) -> None:
     with_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     load(folder)
     masks = [
@@ -234,7 +234,7 @@ def test_tensors_that_are_no_weights_do_no_harm(folder: Path) -> None:
     ]
 
 
-def test_a_head_that_is_stored_although_it_is_tied_does_no_harm(tmp_path: Path) -> None:
+def test_a_stored_but_tied_head_is_accepted(tmp_path: Path) -> None:
     model = tiny_models.build("llama", tie_word_embeddings=True)
     folder = Path(tiny_models.save(model, tmp_path / "tied"))
     with_tensors(folder, **{"lm_head.weight": model.get_input_embeddings().weight.detach().clone()})

@@ -79,7 +79,7 @@ def test_a_draft_padded_to_another_size_gets_as_many_logits_as_the_target(padded
         ("bundled:huge", "there are bundled:target, bundled:draft"),
     ],
 )
-def test_names_that_lead_nowhere_say_what_to_name_instead(
+def test_unknown_model_names_suggest_what_to_use(
     target: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speclen.worker.models.naming, "BUNDLED_FOLDER", Path(target).parent)
@@ -89,9 +89,7 @@ def test_names_that_lead_nowhere_say_what_to_name_instead(
     assert len(str(error.value)) < 300
 
 
-def test_a_home_is_found_where_no_shell_has_written_it_out(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_in_a_model_path_is_expanded(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `--target=~/models/llama`, or in a file of settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").mkdir()

@@ -46,7 +46,7 @@ def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
             assert any(tokens[at : at + len(within)] == within for at in range(len(tokens)))
 
 
-def test_an_index_that_grew_token_by_token_is_the_same() -> None:
+def test_an_index_grown_token_by_token_equals_one_built_at_once() -> None:
     generator = random.Random(5)
     tokens = [generator.randrange(4) for _ in range(200)]
     grown = NgramIndex()
@@ -74,7 +74,7 @@ def test_proposals(tokens: list[int], most: int, expected: list[int]) -> None:
     assert indexed(tokens).propose(most) == expected
 
 
-def test_indexing_is_bounded_and_goes_on_where_it_stopped() -> None:
+def test_indexing_is_bounded_and_continues_where_it_stopped() -> None:
     tokens, index = [1, 2, 3] * 50, NgramIndex()
     assert [index.extend(tokens, 100) for _ in range(3)] == [100, 50, 0]
     assert index.propose() == indexed(tokens).propose()

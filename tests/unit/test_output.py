@@ -49,13 +49,13 @@ def code_of_version(monkeypatch, out) -> int:
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_of_what_was_only_buffered(monkeypatch, capsys):
+def test_a_full_disk_is_reported_for_buffered_output(monkeypatch, capsys):
     with FULL.open("w") as out:
         assert code_of_version(monkeypatch, out) == 2
     assert capsys.readouterr().err.startswith("speclen: cannot write to standard output: No space left on device")
 
 
-def test_a_reader_that_has_enough_ends_the_command_quietly(monkeypatch, capsys):
+def test_a_closed_pipe_ends_the_command_quietly(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
@@ -63,7 +63,7 @@ def test_a_reader_that_has_enough_ends_the_command_quietly(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_else_the_system_refuses_is_not_put_down_to_the_output(monkeypatch, capsys):
+def test_other_system_errors_are_not_blamed_on_the_output(monkeypatch, capsys):
     def refused(_: str) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 

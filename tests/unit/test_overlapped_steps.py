@@ -72,7 +72,7 @@ def told_by(
         (RandomArms, RerunRecorder(), True),
     ],
 )
-def test_callers_are_told_the_same(
+def test_overlapped_steps_give_callers_the_same_outputs(
     choose: Any, recorder: Recorder | None, with_grammars: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every output by itself: its tokens, text, log probabilities, reason and counts."""
@@ -94,7 +94,7 @@ def events_of(engine: Engine) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_callers_are_told_after_the_next_launch_or_at_once_when_there_is_none(overlapped: bool) -> None:
+def test_callbacks_run_after_the_next_launch_or_at_once_if_there_is_none(overlapped: bool) -> None:
     engine = make_engine(chooser=0, overlapped=overlapped)
     with events_of(engine) as events:
         engine.submit(request("x", PROMPT, max_tokens=4, ignore_eos=True), lambda output: events.append("told"))
@@ -114,7 +114,9 @@ BAD = 9  # a token whose text cannot be made
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_row_whose_text_fails_ends_alone_and_is_told_once(overlapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_text_fails_ends_alone_with_one_error(
+    overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Story: the whole batch was aborted. Overlapped, its next tokens are under way by then, and nobody gets them."""
     engine, collected = make_engine(chooser=2, overlapped=overlapped), Collected()
     for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):  # which writes BAD and nothing else
@@ -134,7 +136,7 @@ def test_a_row_whose_text_fails_ends_alone_and_is_told_once(overlapped: bool, mo
 
 
 @pytest.mark.parametrize("moment", ["aborted", "step failed", "engine failed"])
-def test_what_is_held_back_comes_before_an_end(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_back_outputs_come_before_the_end(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, collected = make_engine(chooser=0, overlapped=True), Collected()
     for name, num_tokens in (("short", 4), ("long", 50)):
         engine.submit(request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), collected)

@@ -68,7 +68,9 @@ def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
 
 
 @pytest.mark.parametrize(("free", "vocab_size"), [(1000, 128), (200_000, 128_256)])
-def test_no_room_for_a_single_row_is_said(free: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_a_single_sequence_is_an_error(
+    free: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row needs its keys and values, 512 bytes a token, and memory for its logits."""
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"), vocab_size=vocab_size)

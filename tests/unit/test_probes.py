@@ -59,7 +59,7 @@ def test_all_steps_of_a_probe_quote_it(steps, expected):
 
 
 @pytest.mark.parametrize(("evaluates", "expected"), [(True, (0, 0)), (False, (1, 9))])
-def test_beside_prompts_only_a_probe_that_alone_tells_acceptance_begins(evaluates, expected):
+def test_a_probe_starts_during_prefill_only_if_acceptance_needs_it(evaluates, expected):
     control = client(first=Arm(0))
     control.card = replace(control.card, evaluates=evaluates)
     control.use_probes([probe()])
@@ -104,7 +104,7 @@ def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
     assert [record.decision_version for record in kept] == [*range(BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
 
 
-def test_probes_begin_and_outputs_are_evaluated_where_steps_are_reported():
+def test_probes_and_evaluations_happen_only_in_reported_blocks():
     control = client()
     control.connected = True
     control.use_sampling(2)

@@ -87,7 +87,7 @@ def test_pauses_of_the_machine_do_not_move_the_time() -> None:
 
 
 @pytest.mark.parametrize("num_visits", [1, 2])
-def test_few_visits_are_taken_for_uncertain(num_visits: int) -> None:
+def test_few_visits_give_a_large_standard_error(num_visits: int) -> None:
     cell = measured_cell((1, 0), [(0.01, 50.0, visit) for visit in range(num_visits)])
     assert cell.step_s == 0.01
     assert cell.step_s_stderr >= 0.0005

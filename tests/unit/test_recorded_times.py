@@ -34,7 +34,7 @@ def recorded_steps() -> list[StepRecord]:
     return steps
 
 
-def test_what_is_believed_of_step_times_agrees_with_the_recorded_steps() -> None:
+def test_estimated_step_times_agree_with_recorded_ones() -> None:
     estimator, steps = Estimator(limits=Limits(32, 8, ngram=True)), recorded_steps()
     recorded: dict[tuple[int, Arm], list[float]] = defaultdict(list)
     for number in range(0, len(steps), GROUP):

@@ -59,7 +59,7 @@ def test_a_gap_is_observed_for_every_step_and_not_for_every_token(requests):
     assert value(requests, "e2e_request_latency_seconds_sum") == 9.0
 
 
-def test_what_never_got_a_row_has_no_times(requests):
+def test_requests_that_were_never_admitted_have_no_times(requests):
     timeline = requests.timeline(1, arrived_at=10.0)
     timeline.abandon()
     requests.refuse(QueueFullError("full"))

@@ -69,7 +69,7 @@ def test_an_invalid_state_is_set_aside_and_its_context_starts_from_scratch(tmp_p
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
 
 
-def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
+def test_invalid_ranges_of_a_worker_are_set_aside(tmp_path):
     stored = saved(tmp_path / "s.db")
     worker = stored.workers[0]._replace(missing_ranges=json.dumps({"1": 2}))
     changed = StoredState(stored.contexts, (worker,), stored.states, stored.last_group_id, stored.last_profile_id)

@@ -68,7 +68,7 @@ def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host
     return torch.tensor([output[:num_tokens] for output in outputs])
 
 
-def test_rows_of_every_kind_keep_their_own_rule_in_one_batch() -> None:
+def test_rows_of_every_kind_keep_their_sampling_in_one_batch() -> None:
     """Greedy rows stay greedy, seeded rows stay as they are alone, and cuts hold for the rows that asked for them."""
     kinds = [
         RowSampling(),
@@ -120,7 +120,7 @@ def logits_of(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("copies", [False, True])
-def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, dtype: torch.dtype) -> None:
+def test_host_and_device_rules_agree_on_drafts_and_decisions(copies: bool, dtype: torch.dtype) -> None:
     """Rows are of several temperatures, greedy ones among them."""
     num_copied = np.arange(ROWS) % 3 if copies else None
     positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
@@ -174,7 +174,7 @@ def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is() -> None:
 @pytest.mark.parametrize(("length", "ngrams"), [(0, []), (4, []), (0, [1, 2, 3]), (4, [1, 2, 3])])
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"key": 5}])
-def test_launching_a_step_needs_no_value_of_the_device(
+def test_launching_a_step_never_waits_for_the_device(
     settings: dict[str, Any], edited: bool, length: int, ngrams: list[int]
 ) -> None:
     """The host would wait in mid-step. Operators that need one raise on the device "meta"."""

@@ -128,7 +128,7 @@ def kept_by_hand(probs: list[float], top_k: int, top_p: float, min_p: float) -> 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 50])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.35, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
-def test_cuts_equal_those_made_by_hand(top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_equals_a_plain_python_loop(top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(top_k)) * 2
     temperature = torch.tensor([0.7, 1.5])
     got = probs_of([RowSampling(float(each), top_k, top_p, min_p) for each in temperature], logits)
@@ -170,7 +170,7 @@ def splitmix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def test_the_numbers_are_those_of_the_definition() -> None:
+def test_the_noise_equals_its_definition() -> None:
     """Computed here with Python's own integers; devices may differ in the last bit of a logarithm."""
     seed, position = 2**63 + 5, 1234
     key = make_key(seed, 2)

@@ -47,7 +47,7 @@ def test_the_same_learner_twice_has_a_difference_of_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["own-h200", "rollout"])
-def test_what_a_world_does_is_independent_of_the_arms(name: str) -> None:
+def test_a_world_is_independent_of_the_arms(name: str) -> None:
     """The load at each moment and the noise of each step are those of the seed."""
     scene = Scene(WORLDS[name], 1, 4.0)
     worker, other = (Worker(scene.workers[0], Watcher(arm), score_of(scene)) for arm in (Arm(0), Arm(5)))
@@ -69,7 +69,7 @@ def follow(scene: Scene) -> Learner:
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_CHANGES if name not in ("long-contexts", "slow-steps")])
-def test_the_oracle_has_all(name: str) -> None:
+def test_the_oracle_scores_100_percent(name: str) -> None:
     """But for the costs of changing the arm, which it does not avoid."""
     scene = Scene(WORLDS[name], 1, 4.0)
     assert play(follow(scene), scene).percent == pytest.approx(100.0, abs=4.0 if WORLDS[name].transition else 1.0)
@@ -95,7 +95,7 @@ def test_the_best_arm_changes_with_the_world(name: str) -> None:
     assert changed_truth.at(8, 128.0)[1][changed_truth.outputs.arms.index(first.best_arm(8))] < 0.98
 
 
-def test_a_faulty_worker_reports_more_often_that_all_was_accepted() -> None:
+def test_a_faulty_worker_reports_more_often_that_every_draft_was_accepted() -> None:
     reports = watched("faulty", Arm(3), 3.0)
     honest, faulty = reports["worker-0"], reports["worker-3"]
     assert len(faulty) > 10 * len(honest)
@@ -103,7 +103,7 @@ def test_a_faulty_worker_reports_more_often_that_all_was_accepted() -> None:
     assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
 
 
-def test_a_difference_weighs_worlds_alike_and_has_the_error_of_its_pairs() -> None:
+def test_a_difference_weights_worlds_equally_and_has_a_paired_error() -> None:
     def runs(variant: str, **percents: list[float]) -> list[Run]:
         return [
             Run(world, seed, variant, percent, percent, percent, percent, 1, 0)

@@ -29,7 +29,7 @@ def test_every_number_counts_once(groups):
 
 
 @given(arrivals, arrivals)
-def test_a_restored_window_goes_on_as_if_nothing_had_happened(before, after):
+def test_a_restored_window_continues_where_it_was(before, after):
     window = SeqWindow()
     for seqs in before:
         admitted(window, seqs)
@@ -40,7 +40,7 @@ def test_a_restored_window_goes_on_as_if_nothing_had_happened(before, after):
 
 
 @given(arrivals)
-def test_settled_only_grows_and_passes_over_no_number_that_may_still_count(groups):
+def test_settled_seq_only_grows_and_skips_no_open_gap(groups):
     window, seen, before = SeqWindow(), set(), 0
     for seqs in groups:
         seen.update(seqs)
@@ -50,7 +50,7 @@ def test_settled_only_grows_and_passes_over_no_number_that_may_still_count(group
         before = window.settled_seq
 
 
-def test_a_gap_is_given_up_after_a_while_and_then_nothing_counts_for_it():
+def test_a_gap_is_closed_after_a_while_and_late_reports_are_dropped():
     window = SeqWindow()
     admitted(window, [1, 5])
     assert not window.close_gaps(100.0)
@@ -72,7 +72,7 @@ def test_a_clock_that_is_set_back_does_not_keep_gaps_open():
     assert window.settled_seq == 5
 
 
-def test_numbers_that_no_worker_gives_are_left_to_be_refused():
+def test_impossible_seqs_pass_the_window_to_be_refused_later():
     window = SeqWindow(applied_seq=2**63 - 2)
     assert window.admit(2**63 - 1)
     assert admitted(window, [0, 2**63, 2**64 - 1]) == [0, 2**63, 2**64 - 1]
@@ -82,7 +82,7 @@ def test_numbers_that_no_worker_gives_are_left_to_be_refused():
 @pytest.mark.parametrize(
     "text", ["{}", "[[1]]", "[[3, 2]]", "[[1, 2], [2, 3]]", "[[8, 10]]", '[["1", 2]]', "[[-1, 2]]"]
 )
-def test_ranges_that_are_none_are_refused(text):
+def test_invalid_ranges_are_refused(text):
     with pytest.raises(ValueError, match="ranges"):
         SeqWindow(10, text)
 
@@ -109,7 +109,7 @@ def registration(worker_id="w", epoch=7, key=KEY, limits=LIMITS) -> Registration
     return Registration(worker_id, epoch, key, limits)
 
 
-def test_the_same_life_goes_on_where_it_was():
+def test_the_same_incarnation_continues_where_it_was():
     known = registry()
     worker = known.register(registration())
     for seq in (1, 2, 3):
@@ -120,7 +120,7 @@ def test_the_same_life_goes_on_where_it_was():
     assert (again.seqs.applied_seq, again.durable_seq) == (3, 2)
 
 
-def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
+def test_a_new_incarnation_starts_over_but_keeps_its_key_and_counts():
     known = registry()
     worker = known.register(registration())
     for seq in (1, 5, 5):
@@ -133,7 +133,7 @@ def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
     assert (again.num_reports, again.seqs.num_missing, again.seqs.num_repeated) == (2, 3, 1)
 
 
-def test_one_life_has_one_context():
+def test_one_incarnation_has_one_context():
     known = registry()
     known.register(registration())
     with pytest.raises(InvalidMessageError, match="another context"):

@@ -139,7 +139,7 @@ async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
+async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done() -> None:
     async with served(rows=1) as at:
         engine, sampling = at.async_engine, {"max_tokens": 2, "ignore_eos": True}
         unread = engines.request("unread", [1, 2], n=2, **sampling)  # one has the row, and one waits in the engine
@@ -148,7 +148,7 @@ async def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
             assert sum([len(output.token_ids) async for group in outputs for output in group]) == 4
 
 
-async def test_a_request_of_64_sequences_holds_up_nobody() -> None:
+async def test_a_request_of_64_sequences_does_not_delay_others() -> None:
     """It took 64 places, so that others waited until nearly all of them had ended."""
 
     async with served(rows=2) as at:
@@ -191,11 +191,11 @@ HERE, KEYS = "ipv4:10.0.0.1:5000", Keyring(["a" * 20, "b" * 20])
         (FakeContext(HERE, token="a" * 20), Keyring(["a" * 20]), "ipv4:10.0.0.1"),  # which everybody has
     ],
 )
-def test_callers_are_told_apart(context: Any, keyring: Keyring | None, caller: str) -> None:
+def test_callers_are_identified_by_name_or_address(context: Any, keyring: Keyring | None, caller: str) -> None:
     assert caller_of(context, keyring) == caller
 
 
-def test_holders_of_tokens_are_told_apart_wherever_they_are() -> None:
+def test_callers_with_tokens_are_identified_by_their_token() -> None:
     first, second, elsewhere = (
         caller_of(FakeContext(peer, token=letter * 20), KEYS)  # type: ignore[arg-type]
         for peer, letter in ((HERE, "a"), (HERE, "b"), ("ipv4:10.0.0.2:6000", "a"))
@@ -203,7 +203,7 @@ def test_holders_of_tokens_are_told_apart_wherever_they_are() -> None:
     assert first == elsewhere != second
 
 
-async def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(
+async def test_an_internal_error_is_counted_and_its_text_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gRPC told it as UNKNOWN, with its text."""

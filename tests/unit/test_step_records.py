@@ -27,7 +27,7 @@ from tests.support.engines import (
 )
 
 
-def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
+def test_a_step_without_drafts_does_not_keep_the_next_prompt_from_the_draft() -> None:
     """Story: the draft was fed prompts where the step before had drafted, and a request's last step often does not."""
     chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser, max_batch_size=1)

@@ -146,7 +146,7 @@ def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_p
 
 
 @pytest.mark.parametrize("damage", ["no database", "first page", "table page"])
-def test_a_damaged_file_is_refused_and_moved_aside_only_when_told(tmp_path, damage):
+def test_a_damaged_file_is_refused_and_moved_aside_only_on_request(tmp_path, damage):
     path = written(tmp_path / "s.db", moment(range(1, 2000), decisions=[decision(n, 2) for n in range(200)]))
     content = bytearray(path.read_bytes())
     if damage == "no database":
@@ -198,7 +198,7 @@ def fill_up(connection: Connection) -> None:
     connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
+def test_a_full_disk_is_reported_and_recovered_from(tmp_path):
     store, connection = open_with_connection(tmp_path / "s.db", IMPATIENT)
     store_now(store, moment([1], arm_estimates=[estimate()]))
     fill_up(connection)
@@ -249,7 +249,7 @@ SCHEMA = Path(speclen.store.__file__).with_name("schema.sql").read_text()
         (0x12345678, "not one of speclen's: name another file"),
     ],
 )
-def test_another_form_is_refused_and_stays(tmp_path, opened, application_id, words):
+def test_a_database_of_another_format_is_refused_and_unchanged(tmp_path, opened, application_id, words):
     path = tmp_path / "s.db"
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("CREATE TABLE latency_cells (x)")

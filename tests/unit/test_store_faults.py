@@ -33,7 +33,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
-def test_another_program_that_comes_and_goes_leaves_the_wal(store, program):
+def test_another_program_that_connects_leaves_the_wal(store, program):
     """SQLite deletes a WAL when the last connection is closed, which it tells by locks: ours have to stay."""
     path = store.path
     assert store_now(store, moment([1])) is None
@@ -48,7 +48,7 @@ def test_another_program_that_comes_and_goes_leaves_the_wal(store, program):
 
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(store, suffix, replaced):
+def test_a_deleted_file_is_noticed_and_nothing_more_is_acknowledged(store, suffix, replaced):
     assert store_now(store, moment([1])) is None
     victim = store.path.with_name(store.path.name + suffix)
     victim.unlink()
@@ -68,12 +68,12 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(store, suf
         store.submit(moment([3]), lambda error: None)
 
 
-def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(store, monkeypatch):
+def test_a_file_deleted_between_commit_and_answer_is_not_acknowledged(store, monkeypatch):
     monkeypatch.setattr(database, "write", lambda *arguments: (transaction.write(*arguments), store.path.unlink())[0])
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
 
 
-def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_again(tmp_path):
+def test_damage_found_while_writing_ends_the_writer(tmp_path):
     """It was taken for a full disk: tried again every two seconds for ever, and nothing was acknowledged any more."""
     path = tmp_path / "s.db"
     store, connection = open_with_connection(path)
@@ -92,7 +92,7 @@ def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_aga
     store.close()
 
 
-def test_a_writer_that_dies_tells_everybody_who_waits(store, monkeypatch):
+def test_a_writer_that_dies_answers_all_waiting_commits(store, monkeypatch):
     def fail(*arguments):
         raise MemoryError("no memory for a commit")
 
@@ -182,7 +182,7 @@ def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm)
     store.close()
 
 
-def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_another(tmp_path):
+def test_ordinary_writes_are_never_mistaken_for_a_replaced_file(tmp_path):
     """A false alarm would end a controller whose file is sound."""
     path = tmp_path / "s.db"
     store, connection = open_with_connection(path, StoreConfig(retention=Retention(max_report_rows=3000)))
@@ -205,7 +205,7 @@ def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_ano
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_process_that_may_open_no_more_files_is_no_loss_of_the_wal(store):
+def test_running_out_of_files_is_not_mistaken_for_a_lost_wal(store):
     """A thousand workers, a connection each, used up what is allowed by default: the controller took its WAL for cut."""
     assert store_now(store, moment([1])) is None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -217,7 +217,7 @@ def test_a_process_that_may_open_no_more_files_is_no_loss_of_the_wal(store):
     assert store.health().alive
 
 
-def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(store, monkeypatch):
+def test_a_wal_truncated_during_a_commit_is_noticed(store, monkeypatch):
     """Later commits lie behind the cut, so the file is no shorter than before."""
     assert store_now(store, moment(range(1, 2000))) is None
     wal = store.path.with_name("s.db-wal")
@@ -227,7 +227,7 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(store, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["schema", "column", "line end"])
-def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
+def test_damage_that_is_not_utf8_is_reported_and_can_be_moved_aside(tmp_path, what):
     """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more;
     where it was the rest of a script, the sentence had many lines."""
     path = written(tmp_path / "s.db", moment([1]))
@@ -250,7 +250,7 @@ def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_pat
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
-def test_random_damage_is_told_in_a_sentence_or_does_no_harm_and_can_be_moved_aside(tmp_path, store, suffix):
+def test_random_damage_is_reported_or_harmless_and_can_be_moved_aside(tmp_path, store, suffix):
     """Written over the database or its WAL, or their end cut off: what is opened is sound."""
     dice, opened = random.Random(suffix), 0
     assert store_now(store, moment(range(1, 500), decisions=[decision(n, 2) for n in range(100)])) is None

@@ -44,7 +44,7 @@ def test_reports_that_hold_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
     store.close()
 
 
-def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
+def test_old_reports_are_deleted_but_the_newest_stays(tmp_path):
     store = open_with(tmp_path / "s.db", max_days=2)
     old = [report(seq, group_id=seq, received_at=NOW - 3 * DAY) for seq in range(1, 11)]
     store_now(store, moment([10], reports=old))
@@ -55,7 +55,7 @@ def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
     store.close()
 
 
-def test_minutes_of_prediction_error_go_with_age(store, monkeypatch):
+def test_minutes_of_prediction_error_expire(store, monkeypatch):
     monkeypatch.setattr(retention, "PREDICTION_DAYS", 2.0)
     store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
     ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
@@ -71,7 +71,7 @@ def test_events_are_bounded_too(store, monkeypatch):
     assert [row[0] for row in rows(store.path, "SELECT decision_version FROM decisions")] == [16, 17, 18, 19, 20]
 
 
-def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path, monkeypatch):
+def test_space_is_returned_to_the_disk_when_much_of_the_file_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(retention, "VACUUM_ABOVE_PAGES", 50)
     monkeypatch.setattr(retention, "VACUUM_PAGES", 25)
     count = 14_000
@@ -87,7 +87,7 @@ def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path, mon
     assert rows(store.path, "PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
+def test_a_corrected_clock_does_not_expire_new_reports(tmp_path, monkeypatch):
     """Every commit threw away all reports but the newest, until the controller was started again."""
     right = time.time()
     monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)

@@ -80,7 +80,7 @@ def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
 
 
 @pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
-def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
+def test_arm_names_in_sql_equal_those_of_python(store, arm):
     row = estimate(arm.speculation_length, ngram=arm.ngram)
     changes = [decision(1, arm.speculation_length, ngram=arm.ngram)]
     changes.append(changes[0]._replace(previous_speculation_length=arm.speculation_length, previous_ngram=arm.ngram))
@@ -99,7 +99,7 @@ def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store
     assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 6)]
 
 
-def test_estimates_of_other_ranges_vanish_when_the_ranges_changed(store):
+def test_estimates_of_old_ranges_are_deleted(store):
     store_now(
         store, Commit(contexts=[context(), context(2, "gpu")], arm_estimates=[estimate(2), estimate(2, context_id=2)])
     )
@@ -146,7 +146,7 @@ steps = st.builds(
 
 
 @given(steps)
-def test_a_row_is_the_step_again(step):
+def test_a_stored_row_gives_the_step_back(step):
     row = ReportRow(*row_of(step, 5, 3, 2, 7, 11.0))
     assert record_of(row) == step._replace(elapsed_s=0.0)  # trials have ended by then, nothing else reads it
     assert (row.group_id, row.context_id, row.worker_key, row.epoch, row.received_at) == (5, 3, 2, 7, 11.0)

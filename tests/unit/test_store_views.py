@@ -30,7 +30,7 @@ def view(store: Store, name: str) -> list[dict]:
         return view_rows(connection, name)
 
 
-def test_learned_table_by_hand(store):
+def test_the_learned_table_has_the_expected_figures(store):
     best = estimate(2, step_s=0.016, expected_tokens=1.6, is_best=True, source="both", updated_at=1_790_000_000.5)
     other = estimate(0, batch_min=1, batch_max=1, step_s=0.01, expected_tokens=1.0)
     gpu = context(2, "gpu", engine_fingerprint="ab12")
@@ -90,7 +90,7 @@ def test_prediction_error_compares_reports_with_the_estimates_that_came_before_t
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(0, "live"), (50, "live"), (100, "quiet"), (4000, "stale")])
-def test_worker_health_says_when_a_worker_was_last_heard(store, age_s, status):
+def test_worker_health_shows_when_a_worker_was_last_active(store, age_s, status):
     heard = worker(12, last_seen_at=time.time() - age_s, num_reports=11, num_repeated=3, num_missing=1, num_refused=2)
     store_now(store, Commit(contexts=[context()], workers=[heard]))
     [row] = view(store, "worker_health")
@@ -137,7 +137,7 @@ def test_figures_of_a_range_are_means_by_the_steps_at_its_sizes_whatever_their_a
     assert (row["ms_per_token_low"], row["ms_per_token_high"]) == pytest.approx((9.0, 11.0))
 
 
-def test_sizes_that_were_never_run_count_alike_where_no_other_was(store):
+def test_sizes_without_steps_count_equally(store):
     [row] = choices(store, size(3, 0.020, num_steps=0), size(4, 0.018, num_steps=0))
     assert row["ms_per_token"] == pytest.approx(9.5)
 

@@ -135,7 +135,7 @@ def test_bad_questions_get_a_sentence(tmp_path, arguments, words):
         CliRunner().invoke(app, ["explain", "--db", str(path), *arguments], catch_exceptions=False)
 
 
-def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
+def test_digits_alone_are_the_number_of_a_context():
     rows = tuple(context(number, "gpu", target=f"t#590{number}bc", updated_at=-number) for number in (1, 2))
     assert find_context(rows, "2") == rows[1]
     assert find_context(rows, "") == rows[0]  # which changed last

@@ -44,7 +44,7 @@ def test_a_thread_comes_back_when_a_core_is_free():
     assert choice.update(0.0, 0.95, 13.5) == 2
 
 
-async def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
+async def test_without_load_figures_the_number_of_threads_stays(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         read_usage({0}, proc=tmp_path)
     monkeypatch.setattr(threads, "read_usage", lambda cores: read_usage(cores, proc=tmp_path))
@@ -68,7 +68,7 @@ def test_the_engine_changes_its_threads_between_steps():
         torch.set_num_threads(before)
 
 
-def test_threads_that_cannot_be_had_end_no_request_and_are_not_asked_for_again():
+def test_threads_that_cannot_be_started_end_no_request():
     engine = make_engine(chooser=2)
     asked = []
 

@@ -36,13 +36,13 @@ def test_addresses(address, expected):
 
 
 @pytest.mark.parametrize("address", ["7080", ":7080", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:99999", "::1:80", ""])
-def test_what_is_no_address_is_named(address):
+def test_an_invalid_address_is_named(address):
     with pytest.raises(ValueError, match="--listen"):
         split_address("--listen", address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"])
-def test_loopback_needs_no_protection(address):
+def test_a_loopback_address_needs_no_protection(address):
     ServerSecurity().check_exposure("--listen", address)
 
 
@@ -89,7 +89,7 @@ def test_only_the_right_token_opens(tmp_path):
     assert call_health(security, ClientSecurity()) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_each_of_several_tokens_opens_and_says_who_it_is(tmp_path):
+def test_each_of_several_tokens_identifies_its_holder(tmp_path):
     """So a token is exchanged without a moment in which neither the old nor the new one works."""
     file = tmp_path / "tokens"
     file.write_text(f"# alice\n{TOKEN}\n\n{TOKEN[::-1]}\n")
@@ -121,7 +121,7 @@ def test_each_of_several_tokens_opens_and_says_who_it_is(tmp_path):
         ("", False),
     ],
 )
-def test_the_scheme_may_be_written_in_any_case_and_the_token_not(header, right):
+def test_the_scheme_is_case_insensitive_and_the_token_is_not(header, right):
     both = Keyring([TOKEN, TOKEN[::-1]])
     assert both.caller(header) == (both.caller(f"Bearer {TOKEN}") if right else None)
 
@@ -170,7 +170,7 @@ def silent_connections(address: str, number: int = 3) -> Iterator[list[socket.so
         yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number)]
 
 
-def test_silent_connections_hold_up_neither_readers_nor_the_end(security, monkeypatch, capfd) -> None:
+def test_silent_connections_delay_neither_readers_nor_shutdown(security, monkeypatch, capfd) -> None:
     """Story: with TLS, one silent connection blocked the page, and ending the process took until its client went."""
     monkeypatch.setattr(speclen.transport.pages, "SILENCE_S", 0.5)
     how, context = security

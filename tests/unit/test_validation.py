@@ -42,7 +42,7 @@ def check(prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, **s
         ("logprobs", [-1, 21], [0, 20]),
     ],
 )
-def test_limits_are_allowed_and_what_is_beyond_them_names_the_field(
+def test_values_at_the_limits_are_allowed_and_others_name_the_field(
     field: str, refused: list[Any], allowed: list[Any]
 ) -> None:
     for value in allowed:
@@ -97,7 +97,7 @@ DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
         (DEFAULTS, {"temperature": 1.0, "top_k": 0, "top_p": 1.0}, (1.0, 0, 1.0), (1.0, 0, 1.0)),
     ],
 )
-def test_the_models_defaults_hold_for_what_a_request_leaves_out(defaults, given, over_grpc, over_http):
+def test_the_models_defaults_apply_to_absent_fields(defaults, given, over_grpc, over_http):
     found = to_sampling(pb.SamplingParams(**given), defaults)
     assert (found.temperature, found.top_k, found.top_p) == pytest.approx(over_grpc)
     found = translate.to_sampling(CompletionRequest(prompt="a", **given), 8, None, defaults)
@@ -116,7 +116,7 @@ FIELDS |= dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "include_sp
 
 
 @pytest.mark.parametrize("fields", [{}, FIELDS])
-def test_every_field_arrives_and_others_keep_their_defaults(fields):
+def test_given_fields_are_read_and_absent_ones_keep_their_defaults(fields):
     assert to_sampling(pb.SamplingParams(**fields)) == SamplingParams(**fields)
 
 

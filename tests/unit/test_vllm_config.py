@@ -32,7 +32,7 @@ NEITHER = ("medusa", "suffix", "mlp_speculator", "custom_class", "extract_hidden
 
 @pytest.mark.parametrize("is_v2", [False, True])
 @pytest.mark.parametrize("method", [*BOTH, *V2_ALONE, *NEITHER])
-def test_methods_with_lengths_are_taken_and_those_of_one_length_refused(method, is_v2):
+def test_methods_with_variable_lengths_are_accepted_and_others_refused(method, is_v2):
     config = fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2)
     if method in BOTH or (is_v2 and method in V2_ALONE):
         check_config(config)
@@ -57,7 +57,7 @@ LAUNCHER = {"parallel_config__distributed_executor_backend": "external_launcher"
         ({"speculative_config__num_speculative_tokens": 65}, "num_speculative_tokens is 65", "give less"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_way_out(changes, named, way_out):
+def test_unsupported_configurations_are_refused_with_advice(changes, named, way_out):
     with pytest.raises(ValueError, match=rf"{named}.*: {way_out}"):
         check_config(fake_vllm.config(**changes))
 
@@ -71,11 +71,11 @@ def test_what_cannot_be_served_is_refused_with_the_way_out(changes, named, way_o
         {"parallel_config__distributed_executor_backend": "ray", "parallel_config__world_size": 8},
     ],
 )
-def test_what_is_like_it_and_works_is_taken(changes):
+def test_similar_but_supported_configurations_are_accepted(changes):
     check_config(fake_vllm.config(**changes))
 
 
-def test_only_dense_replicas_that_vllm_will_split_are_taken():
+def test_only_dense_replicas_that_vllm_splits_are_accepted():
     check_config(fake_vllm.config(parallel_config__data_parallel_size=2), is_whole=True)
     with pytest.raises(ValueError, match="start 2 servers"):
         check_config(fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True)

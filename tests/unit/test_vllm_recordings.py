@@ -129,7 +129,7 @@ def share_wrong(name: str, numbers: set[int]) -> float:
 
 
 @pytest.mark.parametrize(("name", "num_before", "num_after"), [("a", 1132, 810), ("b", 2335, 1815)])
-def test_what_is_left_out_of_recorded_times_is_wrong(name, num_before, num_after):
+def test_excluded_recorded_times_are_wrong(name, num_before, num_after):
     """Usable times below SHORT_S, before and after: 12 and 0, 25 and 0. Wrong by a quarter: 9.7% and 7.9%, 7.9% and 6.1%."""
     before = {number for number, step in enumerate(recorded(name)) if is_usable(step)}
     reports = replayed(name)
@@ -160,7 +160,7 @@ def worth_of_learned(name: str, num_skipped: int) -> float:
 
 
 @pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.98)])
-def test_what_is_learned_of_recorded_steps_is_near_the_best_fixed_length(name: str, least: float) -> None:
+def test_lengths_learned_from_recorded_steps_are_near_the_best(name: str, least: float) -> None:
     """Mean over six starts, since chance decides a single one: 0.99 and 0.99.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for

@@ -183,7 +183,7 @@ def fail(*_):
     raise RuntimeError("a fault of ours")
 
 
-def test_a_fault_of_ours_is_logged_and_vllm_starts(arguments, monkeypatch, caplog):
+def test_an_internal_error_is_logged_and_vllm_starts(arguments, monkeypatch, caplog):
     monkeypatch.setattr(startup, "changes_to", fail)
     config = created(arguments, **V2)
     assert (config.additional_config, lengths_of(config)) == ({}, [5, 5, 5, 5, 2, 2, 2, 2])
@@ -212,7 +212,7 @@ def test_a_vllm_without_the_name_stays_as_it_is(monkeypatch, missing):
         (OSError("no more processes"), "no more processes"),
     ],
 )
-def test_without_an_answer_vllm_starts_and_one_line_gives_the_reason(monkeypatch, caplog, error, words):
+def test_without_an_answer_vllm_starts_and_one_line_is_logged(monkeypatch, caplog, error, words):
     def fail_to_answer(command, **_):
         raise error
 
@@ -224,7 +224,7 @@ def test_without_an_answer_vllm_starts_and_one_line_gives_the_reason(monkeypatch
     assert words in caplog.text
 
 
-def test_what_was_learned_is_read_by_batch_size(monkeypatch):
+def test_learned_lengths_are_read_by_batch_size(monkeypatch):
     fake_vllm.install(monkeypatch)
     monkeypatch.setenv("SPECLEN_CONTROLLER", "127.0.0.1:9")
     answer = types.SimpleNamespace(stdout="[[1, 2, 5], [3, 4, 1]]")
@@ -319,7 +319,7 @@ def test_a_speculator_without_a_name_drafts_as_vllm_does(drafting, name):
         ),
     ],
 )
-def test_what_is_missing_is_one_line_and_vllm_stays_as_it_is(drafting, monkeypatch, caplog, change, words):
+def test_a_missing_part_is_one_line_and_vllm_is_unchanged(drafting, monkeypatch, caplog, change, words):
     change(monkeypatch, drafting)
     before = vars(getattr(drafting, "StandaloneARSpeculator", object)).get("propose")
     startup.follow_lengths()

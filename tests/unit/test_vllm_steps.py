@@ -82,7 +82,7 @@ class Engine:
 
 
 @pytest.mark.parametrize(("length", "histogram"), [(2, (0, 3, 0)), (0, (3,))])
-def test_a_steady_batch_teaches_its_length_and_its_time(length, histogram):
+def test_a_steady_batch_gives_usable_samples(length, histogram):
     engine = Engine(lambda size: length)
     for name in "abc":
         engine.scheduler.add(name, 10)
@@ -98,7 +98,7 @@ def test_a_steady_batch_teaches_its_length_and_its_time(length, histogram):
     assert engine.steering.num_reported == len(engine.results())
 
 
-def test_prompts_are_no_decoding_rows_and_flag_the_step():
+def test_prefilling_sequences_do_not_count_and_flag_the_step():
     engine = Engine(lambda size: 2)
     engine.scheduler.add("a", 10)
     engine.step()
@@ -129,7 +129,7 @@ def test_all_steps_of_a_probe_quote_it_and_all_but_its_first_are_usable():
     assert told[-7:] == [(0, 2, True), *probed, (0, 2, False), (0, 2, False)]
 
 
-def test_a_wait_for_requests_is_nobodys_time():
+def test_waiting_for_requests_is_not_step_time():
     engine = Engine(lambda size: 2)
     engine.scheduler.add("a", 10)
     for _ in range(4):
@@ -237,7 +237,7 @@ def test_requests_that_ended_count_for_time_and_not_for_acceptance():
     assert steps.tracker.num_odd == 0
 
 
-def test_a_step_in_which_no_request_goes_on_is_not_reported():
+def test_a_step_in_which_no_request_continues_is_not_reported():
     steps = Steps("ab")
     output = steps.schedule()
     steps.requests.clear()
@@ -253,7 +253,7 @@ def test_drafts_that_a_grammar_forbids_do_not_count_as_rejected():
 
 
 @pytest.mark.parametrize(("longest_context", "is_void"), [(104, False), (103, True), (None, False)])
-def test_drafts_beyond_the_draft_models_context_are_no_predictions(longest_context, is_void):
+def test_drafts_beyond_the_draft_models_context_are_not_counted(longest_context, is_void):
     """One long sequence makes the drafts of its whole batch zeros, and the batch accepts none in the next step."""
     steps = Steps("ab", Traits(longest_context=longest_context))
     steps.requests["b"].num_computed_tokens = 20

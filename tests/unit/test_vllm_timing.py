@@ -248,7 +248,7 @@ def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable(name, timed,
         ("host-bound, late drafts", True, "..PP.."),
     ],
 )
-def test_prompts_leave_out_steps_whose_time_has_a_part_of_theirs(name, timed, expected):
+def test_steps_whose_time_includes_prefill_are_excluded(name, timed, expected):
     queue = Queue(MACHINES[name], timed)
     queue.run([ArmChoice(Arm(3))] * 20)
     queue.records.clear()
