@@ -1,1 +1,1 @@
-"""Faults done to real processes, and whether what was promised held: `scripts/chaos`."""
+"""Faults injected into real processes, and whether the promises held: `scripts/chaos`."""

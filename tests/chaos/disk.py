@@ -1,4 +1,4 @@
-"""A disk that is full or broken, beneath a real controller."""
+"""A full or broken disk under a real controller."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def store_is(fleet: Fleet, ok: bool) -> None:
 
 
 def check_waiting(fleet: Fleet, reporter: Reporter) -> None:
-    """Learning goes on, nothing is acknowledged, and the controller itself is well."""
+    """Learning continues, nothing is acknowledged, and the controller itself is healthy."""
     acknowledged, sent = reporter.durable_seq, reporter.last_seq
     until(lambda: reporter.last_seq > sent + 100, what="a report while the disk fails")
     assert reporter.durable_seq == acknowledged, "a report was acknowledged while the disk took nothing"

@@ -1,4 +1,4 @@
-"""A fault: something done to a running system, a promise, and the findings."""
+"""A fault that is injected into a running system, the promise that must hold, and the findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place:
         return self.seconds - (time.monotonic() - self.started)
 
     def rounds(self, least: int = 1) -> Iterator[int]:
-        """0, 1, … until the time is over, but at least so many."""
+        """0, 1, … until the time is over, and at least `least` of them."""
         number = 0
         while number < least or self.left_s > 0:
             yield number

@@ -133,13 +133,13 @@ class Fleet:
             until(lambda worker=worker: not worker.info().num_reports_buffered, timeout_s, "the last acknowledgement")
 
     def check_idle(self) -> None:
-        """Every row and every place in the queue is free again."""
+        """Check that every slot and every place in the queue is free again."""
         for worker in self.workers:
             until(lambda worker=worker: worker.is_idle(), 30.0, f"that {worker.name} has all rows free")
 
 
 def check_database(database: Path) -> int:
-    """Every report is there once, without a gap, and the workers' rows agree; their number."""
+    """Check that every report is stored once, without a gap, as the workers' rows say; returns their number."""
     assert rows(database, "PRAGMA integrity_check") == [("ok",)], "the database is damaged"
     twice = rows(
         database, "SELECT count(*) - count(DISTINCT worker_key || ':' || epoch || ':' || seq) FROM step_reports"

@@ -1,4 +1,4 @@
-"""Nonsense by the million: into the services without sockets, and through sockets into real processes."""
+"""A million random messages: passed to the services directly, and sent to real processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Targets:
         self.worker = self.intake.register(read_registration(registration()))
 
     def give(self, message: Message, dice: random.Random) -> None:
-        """Raises whatever is no refusal."""
+        """Raises every error that is not a refusal."""
         try:
             if isinstance(message, control.StreamReportsRequest):
                 self._report(message)

@@ -70,7 +70,7 @@ def kill_along(place: Place, plan: Sequence[str]) -> int:
 
 
 def live_and_die(controller: Program, point: str, dice: random.Random) -> None:
-    """One life, to a step of a commit, or to a random moment, three times in ten before it serves."""
+    """Run the controller until a step of a commit, or until a random moment, which in 3 of 10 cases is before it serves."""
     controller.environment["KILL_AT"] = point
     controller.start()
     if point:

@@ -1,4 +1,4 @@
-"""Clients that know what has to come: greedy outputs of the target model alone, as transformers itself gives them."""
+"""Clients that know the right answers: greedy outputs of the target alone, as transformers generates them."""
 
 from __future__ import annotations
 

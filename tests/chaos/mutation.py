@@ -85,7 +85,7 @@ def damaged(message: bytes, dice: random.Random) -> bytes:
 
 
 def mutant(valid: Message, dice: random.Random) -> Message | None:
-    """A changed copy; None where its bytes were damaged so that they are no message any more."""
+    """A changed copy; None if its damaged bytes are not a message any more."""
     copy = type(valid)()
     copy.CopyFrom(valid)
     for _ in range(dice.choice((1, 1, 1, 2, 3, 6))):

@@ -80,7 +80,7 @@ def behind_a_proxy(fleet: Fleet, place: Place) -> BadNetwork:
     "Every request is answered rightly meanwhile; the worker finds the controller again, and not one report is lost."
 )
 def partition(place: Place) -> str:
-    """Between controller and worker nothing passes for a while, and nobody is told."""
+    """Between controller and worker nothing passes for a while, and no connection is closed."""
     longest_s = min(20.0, max(3.0, place.seconds / 5))
     fleet = Fleet(place)
     with behind_a_proxy(fleet, place) as network, fleet:

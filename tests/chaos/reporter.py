@@ -1,4 +1,4 @@
-"""A worker that only reports, to a real controller that may die, move or refuse, and what it was promised.
+"""A worker that only reports, to a real controller that may die or refuse; it checks what was acknowledged.
 
 It keeps a report until durable_seq has reached it, sends it again after each death, and repeats and swaps some groups.
 """
@@ -138,7 +138,7 @@ class Reporter:
                 yield group
 
     def wait_for_more(self, num_reports: int = 50, timeout_s: float = 30.0) -> None:
-        """Until so many more are durable."""
+        """Wait until this many more reports are durable."""
         wanted = self.durable_seq + num_reports
         until(lambda: self.durable_seq >= wanted or self._failure, timeout_s, "an acknowledgement")
         assert self._failure is None, f"the reporting failed: {self._failure!r}"

@@ -1,4 +1,4 @@
-"""Make the faults, one after the other, and say what was found: the work behind `scripts/chaos`."""
+"""Inject the faults, one after the other, and print the findings: the program behind `scripts/chaos`."""
 
 from __future__ import annotations
 

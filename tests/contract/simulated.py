@@ -26,7 +26,7 @@ class Played:
 
 
 class SimulatedWorker:
-    """A worker whose steps take no time."""
+    """A worker whose steps are drawn from a distribution and take no real time."""
 
     def __init__(self, channel: grpc.Channel, name: str, worker_id: str, world: World, seed: int = 0) -> None:
         self.control = Control(channel, name, worker_id)

@@ -75,7 +75,7 @@ def test_the_verb_generate_prints_the_output_of_the_call(fleet):
 
 
 def test_a_worker_keeps_serving_without_a_controller_and_loses_no_report(tmp_path):
-    """Before there is one, while it stands still, and when it was killed; in the end every step is on disk, once."""
+    """Serve before there is a controller, while it is suspended, and after a kill; every step is on disk once in the end."""
     controller = servers.controller(tmp_path)
     worker = servers.worker(tmp_path, controller.address).start()
     try:

@@ -42,7 +42,7 @@ def target() -> Path:
 
 @pytest.fixture(scope="module")
 def client(target, tmp_path_factory):
-    """Of a worker in float32, where ties are too rare to matter; it proposes n-grams at every step."""
+    """A client of a worker in float32, where ties are too rare to matter; it proposes n-grams at every step."""
     address, http = free_address(), free_address()
     arguments = ["worker", "--listen", address, "--http-listen", http, "--controller", "", "--device", "cpu"]
     arguments += ["--target", str(target), "--dtype", "float32", "--served-model-name", NAME]

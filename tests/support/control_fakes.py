@@ -87,7 +87,7 @@ def registration(worker_id: str = "w", epoch: int = 7, **changes: Any) -> pb.Reg
 
 
 def report(seq: int, **changes: Any) -> pb.StepReport:
-    """A step of 4 rows at length 2 in 20 ms, unless told otherwise."""
+    """A step of 4 sequences at length 2 in 20 ms, with changes."""
     fields = {
         "batch_size": 4,
         "speculation_length": 2,

@@ -41,7 +41,7 @@ os._exit(0)
 
 
 def write_killed_database(path: Path) -> Path:
-    """A database as a controller leaves it that was killed: two reports stand in the WAL alone."""
+    """A database as a killed controller leaves it: only the WAL holds its two reports."""
     subprocess.run([sys.executable, "-c", KILLED, path, Path(__file__).parents[2]], check=True)
     assert path.with_name(path.name + "-wal").stat().st_size > 0
     return path

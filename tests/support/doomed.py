@@ -1,6 +1,6 @@
 """`speclen` whose store is killed at a step of a commit: `KILL_AT='COMMIT:3' python -m tests.support.doomed controller`.
 
-KILL_AT: what a statement of SQL begins with, and a number: SIGKILL comes right behind the statement of that number.
+KILL_AT: the beginning of an SQL statement and a number n: SIGKILL follows the n-th such statement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines on tiny models, and what they put out, for the engine's tests."""
+"""Engines on tiny models, and their outputs, for the engine's tests."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def make_engine(
     overlapped: bool | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine of 4 rows that checks nothing, since one test checks every family.
+    """An engine with 4 slots and without model checks, since one test checks every family.
 
-    overlapped: whether its steps are run as where the device works by itself; None: as its backend says.
+    overlapped: run steps as on an asynchronous device; None: as the backend does.
     """
     chooser = FixedArm(Arm(chooser)) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}

@@ -17,7 +17,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 
 @dataclass
 class FakeService(rpc.GenerationServiceServicer):
-    """Gives every request a token per step_s and length + 1 of them at once; a fixed length speeds it up in truth.
+    """Gives every request length + 1 tokens per step of step_s seconds, so that a longer fixed length is faster.
 
     fail_after: requests that are answered before the service refuses all others. short_by: tokens withheld.
     """

@@ -1,6 +1,7 @@
-"""vLLM's scheduler interface without vLLM: what its 0.32 hands to a subclass, in the order in which it does.
+"""vLLM's scheduler interface without vLLM: what version 0.32 passes to a subclass, in the same order.
 
-`install` puts the modules where `speclen.integrations.vllm.scheduler` imports them from. The model accepts what it is told.
+`install` puts the modules where `speclen.integrations.vllm.scheduler` imports them from. Tests set how many drafts the
+model accepts.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def build_dynamic_sd_schedule_lookup(
 
 
 def sampled(accepted: dict[str, int | None]) -> Any:
-    """A ModelRunnerOutput: by row the accepted run, or None for one that is still in its prompt."""
+    """A ModelRunnerOutput. accepted: run of each sequence, or None for one that is still in prefill."""
     rows = [[] if run is None else [1] * (run + 1) for run in accepted.values()]
     return ModelRunnerOutput(rows, {name: i for i, name in enumerate(accepted)})
 

@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class HttpWorker:
-    """Runs in a thread of its own from `running` on. http, grpc: addresses."""
+    """A worker that runs in its own thread from `running` on. http, grpc: addresses."""
 
     engine: Engine
     control: ControlClient

@@ -1,4 +1,4 @@
-"""The controller's service without gRPC: a fake estimator, a store whose disk the test is, and reports."""
+"""The controller's service without gRPC: a fake estimator, a store that commits when the test says so, and reports."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def store_now(store: Store, commit: Commit, timeout_s: float = PATIENCE_S) -> Ex
 
 
 def written(path: Path, *commits: Commit, config: StoreConfig | None = None) -> Path:
-    """A database that holds these commits too, and that nobody has open."""
+    """Add these commits to a database and close it."""
     store = Store.open(path, config)
     for commit in commits:
         assert store_now(store, commit) is None
@@ -153,8 +153,8 @@ def spoil_a_page(path: Path) -> None:
 def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     """The same through the SQLite that Python itself was built with, as older tools would read it.
 
-    By a process of its own: two SQLites in one lose each other's locks when one closes its file, and what is then cut for
-    nobody's use was mapped by the other: a bus error, once in many runs.
+    It runs in another process: two copies of SQLite in one process release each other's locks when one closes its file,
+    and a mapping that the other still uses is then truncated, which is a bus error once in many runs.
     """
     program = "import sqlite3, sys; print(list(sqlite3.connect(sys.argv[1], uri=True).execute(sys.argv[2])))"
     arguments = [sys.executable, "-c", program, f"{path.absolute().as_uri()}?mode=ro", query]

@@ -1,4 +1,4 @@
-"""Serving through the plugin's scheduler as vLLM's engine does, beside a real controller."""
+"""Serve through the plugin's scheduler as vLLM's engine does, next to a real controller."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def check_reported(scheduler):
 
 @contextlib.contextmanager
 def controller(tmp_path, length=2, **options):
-    """A controller in a thread of its own, since the test is the engine. length: that it always selects."""
+    """A controller in its own thread, since the test's thread is the engine. length: the one that it always selects."""
     settings = EstimatorSettings(cold_length=length, known_samples=1e9, explored=1e-9)
     ready, ended, found = threading.Event(), threading.Event(), []
 

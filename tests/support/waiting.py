@@ -25,7 +25,7 @@ def until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S, what: s
 
 
 async def on_loop_until(condition: Callable[[], Value], timeout_s: float = PATIENCE_S) -> Value:
-    """As `until`, while the event loop goes on."""
+    """The same as `until`, without blocking the event loop."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"

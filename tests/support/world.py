@@ -1,4 +1,4 @@
-"""A made-up machine and text, whose steps take no time."""
+"""A simulated machine and text, whose steps take no real time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class World:
         return 1.0 - self.goodput(batch_size, length) / best
 
     def lost_s(self, batch_size: int, length: int, choice: int) -> float:
-        """Expected seconds by which a step takes longer than its tokens take with the table's choice; gains are none."""
+        """Expected seconds lost by a step against the table's choice for the same tokens; at least 0."""
         usual_s = self.tokens(length) / self.goodput(batch_size, choice)
         return max(0.0, self.step_s(batch_size, length) - usual_s)
 

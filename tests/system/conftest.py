@@ -11,7 +11,7 @@ from tests.support import fake_vllm
 
 @pytest.fixture
 def integration(monkeypatch):
-    """The package, with vLLM's modules in place and no settings of ours in the environment."""
+    """The package, with fake vLLM modules installed and no SPECLEN_ variables set."""
     fake_vllm.install(monkeypatch)
     for name in [name for name in os.environ if name.startswith("SPECLEN_")]:
         monkeypatch.delenv(name)

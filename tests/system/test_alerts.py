@@ -1,4 +1,4 @@
-"""Alerts and dashboards ask for metrics and labels that exist."""
+"""Alerts and dashboards use metrics and labels that exist."""
 
 import asyncio
 import json

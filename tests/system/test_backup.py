@@ -1,4 +1,4 @@
-"""A backup is of one moment, whole, and becomes the database again; what cannot be written whole leaves all as it was."""
+"""A backup is a consistent snapshot that can be restored; a backup or restore that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_backup_onto_the_database_itself_is_refused(tmp_path):
 
 @pytest.mark.parametrize("harm", [spoil_a_value, spoil_a_page])
 def test_an_unreadable_database_is_named_and_not_the_destination(tmp_path, harm):
-    """Whoever was told that the place cannot be written looked at the wrong disk."""
+    """The error named the destination, so that its reader looked at the wrong disk."""
     database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     harm(database)
     with pytest.raises(UserError, match=r"s\.db cannot be copied \(.*\): look at it with `speclen doctor`") as refused:

@@ -1,4 +1,4 @@
-"""Recorded passes give the tokens that plain ones give; all but the graph itself is the same here as on a GPU."""
+"""Captured passes give the same tokens as plain ones; all but the graph itself is the same here as on a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def num_kept(model: object) -> int:
 
 
 def texts(engine: Engine, num: int = 9) -> list[list[int]]:
-    """Outputs of a few ragged requests, more than there are rows."""
+    """Outputs of a few ragged requests, more than there are slots."""
     requests = [engines.request(str(n), list(range(1, 3 + 5 * n)), max_tokens=12 + n) for n in range(num)]
     collected = engines.generate(engine, *requests)
     return [collected.ids(one.request_id) for one in requests]
@@ -75,7 +75,7 @@ def texts(engine: Engine, num: int = 9) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
 def test_ragged_schedules_generate_what_the_target_alone_would(family: str) -> None:
-    """Joining, leaving and prefilling rows beside rows that only fill up, with recordings that come and go."""
+    """Sequences join, leave and prefill next to padding rows, while captures are evicted and made again."""
     recorder = CountingRecorder()
     requests, collected, chooser = Traffic(family, seed=3, recorder=recorder, num_requests=80).run()
     target, _ = engines.models(family)
@@ -89,7 +89,7 @@ SHORT = {"max_speculation_length": 3, "max_context_length": 100}
 
 
 def test_passes_are_captured_before_the_first_request() -> None:
-    """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
+    """Every pass of these batch sizes and lengths is captured, those over short sequences first; outputs stay the same."""
     recorder, chooser = CountingRecorder(), RandomLengths(1, longest=3)
     engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
     # 1, 2 and 4 rows of up to 128 tokens: of the target 1 to 4 queries each, of the draft one or two.
@@ -129,7 +129,7 @@ def test_capturing_ends_when_memory_runs_out() -> None:
 def test_passes_too_large_for_memory_do_not_prevent_other_captures(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The largest are tried first: they are told of once, and run unrecorded."""
+    """The largest passes are tried first: they are logged once and run without capture."""
     recorder, chooser = PickyRecorder(8), RandomLengths(1, longest=3)
     with caplog.at_level(logging.WARNING):
         engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
@@ -153,7 +153,7 @@ def test_without_graphs_nothing_is_captured_and_one_warning_is_logged(caplog: py
 
 
 def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from() -> None:
-    """The prompt's logits are kept until all three have a row, while passes of the same shape run."""
+    """The prompt's logits are kept until all three sequences have a slot, while passes of the same shape run."""
     outputs = []
     for recorder in (None, RerunRecorder()):
         engine = engines.make_engine(chooser=0, recorder=recorder, max_batch_size=2)
@@ -164,7 +164,7 @@ def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from() ->
 
 
 def test_values_written_by_padding_rows_are_never_read() -> None:
-    """It need not be finite, and masking adds: 0 times what is not finite spoils the row that has the place next."""
+    """Such values may be NaN, and masking multiplies them by 0, which is NaN: they would spoil the slot's next sequence."""
     engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
     spare = captured(engine.target).pool.max_length - captured(engine.target).max_queries
     assert spare < engine.target.pool.max_length == reach(129, engine.target.pool.max_length)

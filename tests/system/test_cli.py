@@ -1,4 +1,4 @@
-"""Settings come from flags, then the environment, then the file; what is unknown is an error that names it."""
+"""Settings come from flags, then the environment, then the file; unknown settings are errors that name them."""
 
 import contextlib
 import io

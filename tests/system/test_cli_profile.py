@@ -1,4 +1,4 @@
-"""`speclen profile` from measuring to importing: nothing unfinished or foreign passes for a profile of this context."""
+"""`speclen profile` from measuring to importing: unfinished or foreign profiles are refused for this context."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_profile_that_the_database_refuses_is_an_error(tmp_path: Path, monkeyp
 
 
 def test_an_import_without_a_controller_deletes_no_report(tmp_path: Path) -> None:
-    """Retention is the controller's to decide; it may have been told to keep reports for years."""
+    """Retention is the controller's decision; it may be configured to keep reports for years."""
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
     commit = Commit(contexts=[context()], workers=[worker(3)], reports=reports)
     own_import(written(tmp_path / "s.db", commit, config=StoreConfig(retention=KEEP_REPORTS)))

@@ -1,4 +1,4 @@
-"""The five calls over real gRPC: what a worker may rely on, the status of what goes wrong, and the page for Prometheus."""
+"""The controller's calls over real gRPC: what a worker may rely on, status codes of errors, and the metrics page."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The law: nothing that has to run for ever ends unnoticed; the process follows within a second, with one line."""
+"""No background task of the controller ends unnoticed: the process ends within a second, with one line."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_every_chart_has_the_fields_that_it_draws(database, name, context):
 
 
 def chart_rows(database: Path, chart: dict, context: str) -> list[dict]:
-    """The rows as the page's script asks for them: with the filter's part of the query, or without it."""
+    """Rows as the page's script requests them, with or without the filter's part of the query."""
     query = re.sub(r"\[\[(.*?)\]\]", r"\1" if context else "", chart["query"])
     return get(database, "/speclen.json", sql=query, context=context)
 

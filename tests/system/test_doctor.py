@@ -1,4 +1,4 @@
-"""`speclen doctor` finds what was broken on purpose, and nothing where nothing is broken."""
+"""`speclen doctor` finds deliberate damage, and nothing in a sound database."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_wal_of_a_killed_controller_is_left_unchanged(tmp_path):
 
 
 def test_the_wal_of_a_running_controller_is_kept(tmp_path):
-    """Another process looks, as people do; the writer goes on in the same files."""
+    """Another process reads, as people do; the writer continues in the same files."""
     store = Store.open(tmp_path / "s.db")
     assert store_now(store, moment([1])) is None
     files = {file: file.stat().st_ino for file in tmp_path.iterdir()}
@@ -112,7 +112,7 @@ def test_a_lock_that_cannot_be_read_is_a_finding(tmp_path, monkeypatch):
 
 
 def test_stale_and_refused_workers_are_summarised_in_a_few_lines(tmp_path):
-    """Each pod of a cluster has a name of its own, and a line was printed for every one that there ever was."""
+    """Every pod of a cluster has its own name, and a line was printed for each pod that had ever existed."""
     seen = [time.time() - 7200 - number for number in range(100)]
     gone = [worker(0, number, last_seen_at=at, num_refused=50) for number, at in enumerate(seen, start=1)]
     findings = examine(written(tmp_path / "s.db", moment([], workers=gone)))
@@ -170,7 +170,7 @@ def test_a_database_of_another_version_fails_with_advice(tmp_path):
 
 
 def test_a_file_without_tables_fails_with_advice(tmp_path):
-    """Of a start that was killed: the verb ended with a traceback."""
+    """A killed first start leaves such a file, on which the verb ended with a traceback."""
     path = tmp_path / "s.db"
     with contextlib.closing(connect_writer(path)) as connection:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

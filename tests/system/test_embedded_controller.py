@@ -1,4 +1,4 @@
-"""An embedded controller outlives whoever started it, ends with the last of its users, and comes back when it is killed."""
+"""An embedded controller outlives the process that started it, ends with its last user, and is restarted after a kill."""
 
 from __future__ import annotations
 

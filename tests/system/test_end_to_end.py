@@ -1,4 +1,4 @@
-"""A real worker serves both edges with the same text, and finishes what runs when it is told to end."""
+"""A real worker gives the same text over HTTP and gRPC, and finishes running requests after SIGTERM."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ NUM_TOKENS = 300
 
 
 def test_both_edges_serve_and_their_streams_end_before_the_worker_does(tmp_path):
-    """Both stream to the end what they answered before, though the worker is told to end in the middle."""
+    """Both streams are complete although the worker receives SIGTERM in the middle."""
     address, http = free_address(), free_address()
     models = ["--target", "bundled:target", "--draft", "bundled:draft", "--device", "cpu"]
     options = ["--listen", address, "--controller", "", "--http-listen", http, "--served-model-name", "pair"]

@@ -1,4 +1,4 @@
-"""A failure ends only what it must: one prompt, one sequence, one step. The engine's own end is told to everybody."""
+"""A failure ends only one prompt, one sequence or one step. If the engine itself ends, every request gets an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_S
 
 
 def fail_once_with_prompts(engine: Engine) -> list[int]:
-    """Let the next pass fail that decodes rows and feeds prompts; returns a list that then holds the parts it had."""
+    """Make the next pass fail that both decodes and prefills; returns a list that then holds its number of parts."""
     honest, failed = engine.target.forward, []
 
     def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def fail_once_with_prompts(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"repetition_penalty": 1.3, "min_tokens": 5}])
 def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings: dict[str, float]) -> None:
-    """Story: the step was repeated with a rule that still held the first try's distributions, and every row was aborted."""
+    """Story: the step was repeated with a rule that held the distributions of the first, and all sequences were aborted."""
     engine, collected = make_engine(chooser=2), Collected()
     running = request("running", PROMPT, temperature=1.0, max_tokens=20, ignore_eos=True, **settings)
     engine.submit(running, collected)
@@ -59,7 +59,7 @@ def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings: di
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("num_prompts", [1, 2, 3])
 def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length: int, num_prompts: int) -> None:
-    """Story: rows moved up, the prompts went to where theirs had been, and callers got wrong text without an error."""
+    """Story: sequences moved to other slots, prompts were written to the old ones, and callers got wrong text."""
     engine, collected, rng = make_engine(chooser=length, max_batch_size=8), Collected(), random.Random(4)
     others = [request("long", PROMPT, max_tokens=40, ignore_eos=True), request("short", PROMPT[:3], max_tokens=2)]
     for one in others:
@@ -87,7 +87,7 @@ def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length: 
 def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception | None, num_tries: int) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked.
 
-    Without memory drafts are tried again after 16 steps: another request may have given some back.
+    After an out-of-memory error drafting is tried again 16 steps later: another request may have released memory.
     """
     chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser)
@@ -127,7 +127,7 @@ def test_a_failing_callback_does_not_affect_other_requests() -> None:
 
 
 class Running:
-    """An engine that runs on an EngineThread, and what its callers are told."""
+    """An engine that runs on an EngineThread, and the outputs of its requests."""
 
     def __init__(self, **settings: Any) -> None:
         self.engine = make_engine(**settings)
@@ -156,7 +156,7 @@ class Running:
 
 
 def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: what its sampling needs was made unguarded, and the rows that decoded were ended along with it."""
+    """Story: an error while its sampling state was made also ended the sequences that were decoding."""
     running, honest = Running(), SequenceState.start_sampling
     monkeypatch.setattr(
         SequenceState, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
@@ -189,7 +189,7 @@ def fail_at(
 
 
 def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: rows that decode were to be freed outside inference mode, which failed, and the engine's thread was gone."""
+    """Story: decoding sequences were released outside inference mode, which failed and ended the engine's thread."""
     running = Running(max_batch_size=2, chooser=0)
     fail_at(running.engine.scheduler, "admit", [6], monkeypatch)
     for name in "abcd":
@@ -213,7 +213,7 @@ def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(mo
 def test_when_the_engine_ends_every_request_gets_an_error(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Story: its thread was gone, the worker went on SERVING, and every request waited for ever."""
+    """Story: its thread had ended, the worker still reported SERVING, and every request waited without end."""
     running = Running(max_batch_size=2, chooser=0)
     engine = running.engine
 

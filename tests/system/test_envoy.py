@@ -1,4 +1,4 @@
-"""Clients get one address: Envoy shares calls out, and leaves out who is gone."""
+"""Clients use one address: Envoy balances requests over workers and skips those that are gone."""
 
 import asyncio
 import contextlib
@@ -99,7 +99,7 @@ class Leaving(FakeService):
 
 @needs_envoy
 async def test_envoy_retries_requests_that_a_draining_worker_refused(tmp_path):
-    """As in Kubernetes, where nobody checks: what refuses has the fewest requests, so it would be given most of them."""
+    """Without health checks, as in Kubernetes, a refusing worker has the fewest requests in flight, so it would get most."""
     leaving, staying = Leaving(), FakeService(step_s=0.005)
 
     async with workers(leaving, staying) as (addresses, _), proxied(tmp_path, addresses) as channel:
@@ -129,7 +129,7 @@ async def test_envoy_does_not_retry_a_request_that_has_begun(tmp_path):
 
 @contextlib.contextmanager
 def http_worker(status: int) -> Iterator[tuple[str, list[int]]]:
-    """Address of a server that answers so to who shows TOKEN; the codes it answered with."""
+    """Address of a server that answers with this status if TOKEN is sent; the status codes of its answers."""
     said: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -225,7 +225,7 @@ async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Chann
 
 
 async def share(channel: aio.Channel, num: int, at_once: int) -> None:
-    """So many requests, some at a time, all of which must succeed."""
+    """Send num requests, at_once at a time, all of which must succeed."""
     turns = asyncio.Semaphore(at_once)
 
     async def one() -> None:

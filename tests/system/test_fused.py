@@ -92,7 +92,7 @@ def test_fused_attention_equals_plain_attention(
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_captured_passes_with_fused_kernels_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of several lengths, after their prompts; with windows, biases and normed heads."""
+    """Sequences have several lengths; models have windows, biases and normalised heads."""
     plain, _ = logits_of_passes(family, None, monkeypatch)
     found, captured = logits_of_passes(family, fused, monkeypatch)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
@@ -134,7 +134,7 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all passes recorded ahead: more rows than there is room for, whose prompts come while others decode."""
+    """All passes are captured before serving; there are more requests than slots, and prompts arrive while others decode."""
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 100, "prefill_chunk": 24}
     requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=8) for at in range(4)]
     expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
@@ -212,7 +212,7 @@ for kernel, changes, dtype in (
 
 
 def test_fused_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Story: the interpreter ran what the compiler then refused, or what shares more memory than a GPU has."""
+    """Story: the interpreter ran kernels that the compiler refused, or that use more shared memory than a GPU has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
@@ -251,7 +251,7 @@ def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.Mon
 
 
 def specialised(argument: object) -> object:
-    """Properties of an argument that Triton compiles a kernel for. It is told to ignore most of the numbers."""
+    """Properties of an argument that Triton specialises a kernel for; most numbers are excluded from that."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument)

@@ -1,4 +1,4 @@
-"""Grammars are tried in a process of their own: what is slow, deep or large harms nobody."""
+"""Grammars are tried in a separate process: a slow, deep or large one affects no other request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_slow_grammar_is_refused_without_blocking_the_loop() -> None:
 
 
 async def test_grammars_are_tried_with_many_open_files() -> None:
-    """Story: with 1,000 connections none could be tried, and none any more when they had gone."""
+    """Story: with 1,000 connections no grammar could be tried, and none later either."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most[1] < MANY_FILES + 100:
         pytest.skip(f"no more than {most[1]} files may be open")
@@ -93,7 +93,7 @@ async def test_a_grammar_that_crashes_its_trial_is_refused() -> None:
 
 
 async def test_a_cancelled_trial_does_not_answer_for_the_next_one() -> None:
-    """Its answer must not be taken for the next one's."""
+    """Its answer must not be mistaken for that of the next grammar."""
 
     with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
@@ -128,7 +128,7 @@ async def test_too_many_new_grammars_at_once_are_refused(monkeypatch: pytest.Mon
 
 
 async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row copies it: what one may take, thirty-two of one request could not."""
+    """Each sequence copies its grammar, so the limit is a share of the memory."""
     monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
     monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
 

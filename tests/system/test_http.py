@@ -1,4 +1,4 @@
-"""The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
+"""The official openai client works with a worker as elsewhere, and gets the same tokens as over gRPC."""
 
 import httpx
 import openai

@@ -1,4 +1,4 @@
-"""HTTP goes through the same admission queue as gRPC: one queue, turns by caller, draining, and errors that are told."""
+"""HTTP goes through the same admission queue as gRPC: one queue, turns by caller, draining, and errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_prompt_of_a_request_takes_its_own_turn(worker: HttpWorker) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_waiting_request_keeps_nothing_of_its_body(worker: HttpWorker, stream: bool) -> None:
-    """Story: what was sent in 4 MB stayed as 90 MB of empty lists for as long as the request waited and was answered."""
+    """Story: a body of 4 MB was kept as 90 MB of empty lists until the request was answered."""
     junk = {"stream": stream, "junk": [[]] * 100_000, "stream_options": {"junk": [[]] * 100_000} if stream else None}
     with held(worker.engine) as go_on, ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(post, worker, ENDLESS | junk) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is an error in OpenAI's shape with the right status, and nothing of it stays behind."""
+"""Invalid requests get an error in OpenAI's format with the right status, and leave nothing behind."""
 
 import json
 import ssl

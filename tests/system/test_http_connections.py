@@ -1,4 +1,4 @@
-"""Connections that send too slowly, too much or too early, or read too slowly, are ended; nothing of them stays behind."""
+"""Connections that send too slowly or too much, or read too slowly, are closed and leave nothing behind."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ def test_pipelined_requests_are_answered_in_order(worker):
 
 @pytest.mark.parametrize(("stream", "end"), [(False, b"}"), (True, b"}\n\ndata: [DONE]\n\n")])
 def test_an_http_1_0_client_receives_no_chunked_encoding(worker, stream, end):
-    """nginx speaks it to its upstream servers unless it is told otherwise."""
+    """nginx uses HTTP/1.0 for upstream servers by default."""
     asked = completion(json.dumps({"prompt": "a", "max_tokens": 9, "stream": stream}).encode())
     with connected(worker) as one:
         one.sendall(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))

@@ -31,7 +31,7 @@ for seq in range(first, first + 100):
 
 
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
-    """A process of its own deletes most of a file's reports and gives the space back."""
+    """Another process deletes most of a file's reports and returns the space."""
     path = written(tmp_path / "s.db", moment(range(1, 14_001)))
     command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
     for count in (1, 2):

@@ -1,4 +1,4 @@
-"""Processes end with the one that started them, also where that was killed and could tell them nothing."""
+"""Child processes end with their parent, even if it was killed and could not signal them."""
 
 from __future__ import annotations
 

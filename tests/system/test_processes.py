@@ -1,4 +1,4 @@
-"""A child that dies is started again after a growing pause, and what it said last is shown."""
+"""A child process that dies is restarted after a growing pause, and its last log line is printed."""
 
 import signal
 import subprocess
@@ -56,7 +56,7 @@ def test_remarks_of_a_starting_child_are_printed_once(tmp_path):
 
 
 def test_advice_of_a_child_names_variables_instead_of_flags(tmp_path):
-    """`speclen up` passed on that the controller should be started with a flag, which `up` does not have."""
+    """`speclen up` repeated the controller's advice to use a flag, which `up` does not have."""
     (tmp_path / "noise.db").write_bytes(b"noise " * 1000)
     arguments = ["controller", "--db", str(tmp_path / "noise.db")]
     one = Child("controller", arguments, "127.0.0.1:1", tmp_path / "log")
@@ -85,7 +85,7 @@ def test_a_stable_run_resets_the_pause(tmp_path):
 
 
 def test_a_child_killed_while_starting_is_reported_with_its_signal(tmp_path):
-    """Its last remark was told in place of the signal, or the last line of another run."""
+    """Its last log line, or that of another run, was reported instead of the signal."""
     one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
     one.log_file.write_text("of an earlier life\n")
     one.start()
@@ -97,7 +97,7 @@ def test_a_child_killed_while_starting_is_reported_with_its_signal(tmp_path):
 
 
 def test_a_restart_that_fails_is_tried_again_later(tmp_path, monkeypatch):
-    """The whole fleet was stopped for it. A log that somebody has removed is no reason, either."""
+    """The whole fleet was stopped because of it. A deleted log file is not a reason to stop, either."""
     one = died(child(tmp_path))
     one.log_file.unlink()
     now = one.started_at
@@ -148,7 +148,7 @@ class Peer(Child):
 
 
 def test_workers_stop_together_and_the_controller_after_them(tmp_path):
-    """Each was told when the one before had ended: the end of eight took the sum of their drains."""
+    """Workers were stopped one after the other, so that stopping eight took the sum of their drains."""
     names = ("controller", "worker 0", "worker 1")
     children = [Peer(name, [name.split()[0]], "", tmp_path / "log") for name in names]
     for one in children:

@@ -1,4 +1,4 @@
-"""Parts of a fleet on Ray that need no Ray: settings, room, calls through the proxy, both programs in its processes.
+"""Parts of a fleet on Ray that need no Ray: settings, calls through the proxy, worker and controller in one process.
 
 With Ray itself: scripts/fleet_check.
 """

@@ -1,4 +1,4 @@
-"""Databases that cannot be written to, of another user or on a read-only disk: every verb that reads one works."""
+"""Read-only databases, of another user or on a read-only disk: every verb that reads one works."""
 
 from __future__ import annotations
 

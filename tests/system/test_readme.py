@@ -1,4 +1,4 @@
-"""Every command of README works, in its order, with the one `speclen up` that it starts; so do the examples of HTTP."""
+"""The commands of README work in their order with one `speclen up`, and so do the examples of the HTTP reference."""
 
 import importlib.util
 import os
@@ -65,7 +65,7 @@ class Terminal:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory):
-    """A terminal beside the one in which README's `speclen up` runs."""
+    """A terminal next to the one in which README's `speclen up` runs."""
     terminal = Terminal(tmp_path_factory.mktemp("readme"))
     up = terminal.start(SERVE)
     said = []

@@ -1,4 +1,4 @@
-"""`speclen bench serve` as a person meets it: real processes once, and one sentence for whatever is wrong."""
+"""Bad input of `speclen bench serve` is one sentence, and the load of `bench fleet` is measured correctly."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Structured output over both edges: what callers write, what they get, and schemas made to harm."""
+"""Structured output over HTTP and gRPC: what callers send, what they receive, and malicious schemas."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_named(worker: HttpWorker, fields: dict[str, Any], para
 
 @pytest.mark.parametrize("choice", ["\x7f", "".join(map(chr, range(32))), '"\\', "\x80\u2028\ufffe", "\U0001f642"])
 def test_a_choice_may_hold_any_character(worker: HttpWorker, choice: str) -> None:
-    """Story: the last control character of ASCII, which JSON's strings hold and Lark's do not, was a "lexer error"."""
+    """Story: DEL, which JSON strings may contain and Lark's may not, was a "lexer error"."""
     answer = post(worker, structured_outputs={"choice": [choice]}, max_tokens=100)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == choice
@@ -183,7 +183,7 @@ class Pet(pydantic.BaseModel, extra="forbid"):
 
 
 def test_one_of_is_read_as_any_of(worker: HttpWorker) -> None:
-    """Story: of pydantic's unions the library asked for an option that no caller could set."""
+    """Story: for pydantic's unions the library asked for an option that no caller could set."""
     for schema in (Pet.model_json_schema(), Pet.model_json_schema(mode="serialization")):
         assert "oneOf" in json.dumps(schema)
         answer = post(worker, structured_outputs={"json": schema, "disable_any_whitespace": True}, seed=1, n=4)

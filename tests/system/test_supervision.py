@@ -1,4 +1,4 @@
-"""Whatever should never end is noticed when it does: started again and counted, or the end of the process."""
+"""A background task that ends is noticed: it is restarted and counted, or ends the process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def returns() -> None:
 
 
 async def waits_for_what_is_cancelled() -> None:
-    """Story: gRPC cancels a call in which it met an error, and reporting had ended for good with it, without a word."""
+    """Story: gRPC cancels a call after an error, which ended reporting permanently and silently."""
     call = asyncio.ensure_future(asyncio.sleep(60))
     asyncio.get_running_loop().call_soon(call.cancel)
     await call
@@ -88,7 +88,7 @@ async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is() -> None:
 
 
 async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: where a part failed in the moment in which it was cancelled, it was started again, and `stop` waited on."""
+    """Story: a task that failed while it was being cancelled was restarted, and `stop` did not return."""
     monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
 
     supervisor, failing_now, num_lost = Supervisor(), asyncio.Event(), 0

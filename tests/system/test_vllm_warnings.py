@@ -1,4 +1,4 @@
-"""vLLM serves on whatever happens: what is wrong is told in one line, with the way out."""
+"""vLLM keeps serving whatever happens: each problem is one log line with advice."""
 
 import logging
 import sys

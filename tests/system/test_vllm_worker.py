@@ -72,7 +72,7 @@ def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, schedul
 
 @pytest.mark.parametrize(("before", "after", "last"), [(5, 2, 2), (2, 7, 2)])
 def test_vllm_starts_again_with_another_longest_length(tmp_path, scheduler_for, before, after, last):
-    """The controller goes on, and has a table of the engine before it under the same worker's name."""
+    """The controller keeps running and has a table of the previous engine under the same worker's name."""
     with controller(tmp_path, length=5) as there:
         variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_WORKER_ID": "mine"}
         for longest in (before, after):

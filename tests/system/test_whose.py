@@ -1,4 +1,4 @@
-"""Nobody takes another's server for its own: servers say whose they are, and whoever expects one compares."""
+"""A server is never mistaken for another: it states its run and database, and clients compare them."""
 
 import socket
 import subprocess
@@ -48,7 +48,7 @@ def test_a_controller_states_its_run_and_database(tmp_path):
 
 
 def test_a_second_up_names_the_running_one_and_starts_nothing(tmp_path):
-    """It used to say "the controller is serving", and to restart its own for ever."""
+    """It used to print "the controller is serving" and to restart its own without end."""
     with running_controller(tmp_path / "a") as running:
         said = refused(speclen("up", "--controller", running.address, "--listen", free_address(), cwd=tmp_path))
         assert "a speclen controller of" in said

@@ -1,4 +1,4 @@
-"""A worker whose engine has ended says so at once, to everybody who asks, and goes; lesser parts are started again."""
+"""A worker whose engine has ended answers every request with an error and exits; other tasks are restarted."""
 
 from __future__ import annotations
 

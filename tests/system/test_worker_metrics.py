@@ -1,4 +1,4 @@
-"""The page has the names that dashboards for other engines use, and the numbers of the engine and the control client."""
+"""The metrics page uses the names of dashboards for other engines, with figures of the engine and the control client."""
 
 import ssl
 import urllib.request

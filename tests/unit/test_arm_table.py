@@ -1,4 +1,4 @@
-"""A table answers for every batch size, and the paper's table takes the length with the least time per token."""
+"""A table has an arm for every batch size, and a profile's table takes the length with the least time per token."""
 
 import pytest
 

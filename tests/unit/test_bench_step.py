@@ -7,7 +7,6 @@ import pytest
 from speclen.bench import step as step_benchmark
 from speclen.bench.figures import ratio, spread
 from speclen.bench.generate import generate
-from speclen.cli.support.output import UserError
 from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
@@ -45,20 +44,3 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert ratio([200, 100], [100, 50]) == spread([2.0, 2.0])
     figures = spread([3.0, 1.0, 2.0])
     assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"batch_sizes": "0,1"}, "--batch-sizes '0,1'"),
-        ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
-        ({"new_tokens": 5000}, "over the models' 256"),
-        ({"draft": "none", "lengths": "2"}, "need a draft"),
-    ],
-)
-def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
-    defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
-    defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
-    defaults |= {"seed": 0, "backend": "torch", "as_json": False, "out": None}
-    with pytest.raises(UserError, match=reason):
-        step_benchmark.step(**(defaults | arguments))

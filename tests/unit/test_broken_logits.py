@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite end the request that has them with an error, and nothing else changes."""
+"""Logits that are NaN or infinite end their own request with an error, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def harmless(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_with_non_finite_logits_fail_alone(pair: ModelPair, backend: str) -> None:
-    """Story: a damaged embedding gave an empty answer that was told to be complete, and JSON that no client reads."""
+    """Story: a damaged embedding gave an empty answer marked as complete, and JSON that no client could parse."""
     bias = {NAN: -100.0, INF: -100.0}
     good = [
         request(f"good {kind}", harmless(at), max_tokens=12, ignore_eos=True, logit_bias=bias, **settings)

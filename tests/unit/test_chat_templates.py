@@ -1,4 +1,4 @@
-"""A chat template gets every message in a form that it reads, and its faults are the caller's to hear of."""
+"""A chat template gets every message in a form that it reads, and its errors are reported to the caller."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_texts_reach_the_prompt_in_every_form_that_templates_read(template):
 
 @pytest.mark.parametrize("template", [KNOWN_ROLES, "{{ messages[0].content }}", "no messages at all"])
 def test_a_text_that_does_not_reach_the_prompt_is_an_error(template):
-    """Also where it happens to stand in the prompt: 'e' does."""
+    """Even if the text occurs elsewhere in the prompt, as 'e' does."""
     with pytest.raises(ApiError, match=r"messages\.\d: .* leaves out the text of .* role 'critic'") as told:
         prompt(template, *[SYSTEM_AND_USER[0]] * (template != "no messages at all"), {"role": "critic", "content": "e"})
     assert (told.value.status, told.value.param) == (400, "messages")

@@ -140,14 +140,6 @@ def test_settings_that_this_machine_cannot_run_are_refused_before_loading(settin
         check_config(WorkerConfig(listen="127.0.0.1:0", **settings))
 
 
-def test_the_controllers_defaults_are_the_documented_ones():
-    config = ControllerConfig()
-    assert config.listen == "127.0.0.1:7070"
-    assert config.database == Path(".speclen/speclen.db")
-    assert ControllerConfig(data_dir=Path("/x")).database == Path("/x/speclen.db")
-    assert ControllerConfig(data_dir=Path("/x"), db=Path("y.db")).database == Path("y.db")
-
-
 @pytest.mark.parametrize(
     ("options", "flag"),
     [

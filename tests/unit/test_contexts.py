@@ -1,4 +1,4 @@
-"""Sequences of all lengths: longer than the draft has positions for, and models that promise more than there is memory."""
+"""Sequences longer than the draft's positions, and models whose positions exceed the memory."""
 
 from __future__ import annotations
 

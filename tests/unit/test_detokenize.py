@@ -1,4 +1,4 @@
-"""Pieces put together are the text of all tokens; no piece ends inside a character or shows part of a stop string."""
+"""Streamed pieces add up to the text of all tokens; no piece ends inside a character or shows part of a stop string."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ TOKENIZERS = {
 def test_the_text_is_independent_of_how_tokens_are_split(name: str, skip: bool) -> None:
     """Random ids, a random part of them as prompt, in random steps; special tokens more often than others.
 
-    Where bytes are no text, all cuts agree with each other; elsewhere with the tokenizer, too.
+    If bytes are not text, all splits give the same result; otherwise they also agree with the tokenizer.
     """
     tokenizer, generator = TOKENIZERS[name], random.Random(f"{name} {skip}")
     decode, special = make_decode(tokenizer, skip), tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Documents are true: commands and flags exist, files are where links point, settings are accepted."""
+"""Commands, flags, links and settings in documents exist."""
 
 import re
 import tomllib

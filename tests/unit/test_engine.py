@@ -32,7 +32,7 @@ from tests.support.engines import (
 
 
 def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted() -> None:
-    """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
+    """Tokens beyond the end are not delivered and must not make a length look better. The draft is the target itself."""
     target, _ = engines.models("llama")
     script = script_of(5, 5)
     requests = [request(str(at), PROMPT, max_tokens=wanted, ignore_eos=True) for at, wanted in enumerate((4, 7))]
@@ -140,7 +140,7 @@ def test_length_0_never_runs_the_draft() -> None:
 
 
 def script_of(*lengths: int) -> Arms:
-    """Given lengths, then the last one for ever."""
+    """The given lengths, one per step; the last one is repeated."""
     return Arms(*map(Arm, lengths))
 
 
@@ -163,7 +163,7 @@ def test_the_draft_catches_up_after_steps_without_it_and_the_step_is_flagged(bet
 def test_the_first_steps_of_another_length_are_flagged_where_the_backend_takes_longer_for_it(
     slow_changes: bool,
 ) -> None:
-    """Unless rows went, which is a part of what steps take."""
+    """Steps are not flagged if only sequences ended, since that is part of ordinary step times."""
     script = script_of(2, 2, 3, 3, 0, 0, 2)
     engine = make_engine(chooser=script)
     engine.target.slow_changes = slow_changes

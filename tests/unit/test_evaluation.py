@@ -123,7 +123,7 @@ def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeyp
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_evaluations_change_nothing_of_what_is_generated(always: None, seeded: bool) -> None:
-    """Rows go on beside one that is evaluated; those that end have their prompts remembered with what was fed."""
+    """Sequences continue next to one that is evaluated; prompts of ended ones are cached with their outputs."""
     generator = random.Random(5)
 
     def sampling(seed: int) -> dict[str, object]:
@@ -153,10 +153,9 @@ def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: No
     torch.manual_seed(0)
     one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
     chooser, played = Arms(PLAIN, wants_evaluations=True), Arms(Arm(1))
-    engine, other = engine_of(chooser, seed=3), engine_of(played, seed=4)
-    for at in range(42):
-        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
-    generate(other, *(request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(60)))
+    for arms, seed, number in ((chooser, 3, 42), (played, 4, 60)):
+        requests = [request(str(at), [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(number)]
+        generate(engine_of(arms, seed=seed, max_batch_size=6), *requests)
     told = told_by(chooser)
     num_tokens, num_steps = sum(each.num_tokens for each in told), sum(each.num_steps[1] for each in told)
     assert num_tokens > 2000
@@ -173,8 +172,8 @@ def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch: pytest.Mon
         return now[0]
 
     monkeypatch.setattr(evaluating.time, "perf_counter", clock)
-    monkeypatch.setattr(evaluating, "SHARE", 4 * evaluating.SHARE)
-    for at in range(150):
+    monkeypatch.setattr(evaluating, "SHARE", 10 * evaluating.SHARE)
+    for at in range(60):
         generate(engine, request(str(at), [5, 6, 7, 8] * 4, max_tokens=12, ignore_eos=True))
     step_s = sum(record.latency_s for record in chooser.records)
     whole = [one for one in told_by(chooser) if len(one.num_steps) > 2]

@@ -1,4 +1,4 @@
-"""Callers take turns, and no place is lost whoever goes when; outputs reach their stream in order, with few wakes."""
+"""Callers take turns, and no place is lost by cancellation; outputs reach their stream in order, with few wake-ups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Requests:
         self.doors: dict[str, asyncio.Event] = {}
 
     async def come(self, *names: str) -> None:
-        """Requests, one after the other, whose caller is the first letter of their name."""
+        """Add requests one after the other; a request's caller is the first letter of its name."""
         for name in names:
             self.doors[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._request(name))
@@ -81,7 +81,7 @@ async def test_a_full_queue_names_the_setting_and_its_value() -> None:
 
 
 async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free() -> None:
-    """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
+    """Otherwise cancelled callers leave work behind: texts of 4 MiB each once accumulated without bound."""
 
     aside, blocked, done = Aside("aside", 100), threading.Event(), []
 

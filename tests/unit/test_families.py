@@ -1,4 +1,4 @@
-"""Families of transformers that are served, and refused for a reason: the table of docs/guides/serving.md."""
+"""Families of transformers that are served or refused with a reason: the table of docs/guides/serving.md."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_families_that_are_refused_in_one_sentence(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text"])
 def test_prompts_of_any_length_where_layers_share_keys_and_values(family: str) -> None:
-    """Story: with prompts of 2, 3, 5 or 8 tokens, and last chunks as short, every request was aborted."""
+    """Story: with prompts or last chunks of 2, 3, 5 or 8 tokens every request was aborted."""
     target = tiny_models.build(family, **SERVED[family])
     pair = make_pair(target=target, draft=tiny_models.noisy_copy(target), target_name=family)
     requests = [

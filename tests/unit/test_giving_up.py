@@ -1,4 +1,4 @@
-"""Requests that are aborted, given up or failed end at once, with the right status, and leave room for others."""
+"""Requests that are aborted, cancelled or failed end at once, with the right status, and free their slots."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The law: with a grammar the output is the target's, restricted at every token to what the grammar allows there.
+"""With a grammar the output follows the target, restricted at every token to what the grammar allows.
 
 Greedy: token by token, the most likely of those that the grammar allows, whatever is drafted. Sampled: by exact enumeration
-of a grammar over five tokens, and beside decoding without speculation. All of it with a matcher made here, and with
-llguidance where it is installed.
+of a grammar over five tokens, with a matcher made here.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else() -> N
 
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable: bool) -> None:
-    """Story: a draft that the target would not take led a matcher over its limit, and the request ended with an error."""
+    """Story: a draft that the target rejected led a matcher over its limit, and the request ended with an error."""
     state = Grammar(TableMatcher(TABLE, poison=(2, 0, 1), unreadable=unreadable), VOCAB, [END]).start()
     assert state.append([2]) == 1
 

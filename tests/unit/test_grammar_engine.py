@@ -89,8 +89,8 @@ def test_greedy_output_is_what_the_target_alone_may_write() -> None:
 @pytest.mark.parametrize("length", [0, 4])
 @pytest.mark.parametrize(("kind", "wanted"), [("choice", ["ab{end}x"]), ("json_schema", {"const": "{end}"})])
 def test_a_grammar_that_fails_ends_its_own_request(kind: str, wanted: Any, length: int, penalty: float) -> None:
-    """Story: where a grammar asks for the text of an end token, that was allowed, and the output ended as if it were all.
-    With a penalty, which counts the new tokens, of which there were none, it was an error of the server."""
+    """Story: if a grammar required the text of an end token, that token was allowed and the output ended as complete.
+    With a penalty it was a server error, since there were no new tokens to count."""
     end = tiny_models.tokenizer().decode([tiny_models.EOS_ID])
     grammar = prepare(kind, json.dumps(wanted).replace("{end}", end))
     bad = structured("bad", grammar, [5, 6], max_tokens=60, presence_penalty=penalty)
@@ -104,7 +104,7 @@ def test_a_grammar_that_fails_ends_its_own_request(kind: str, wanted: Any, lengt
 
 
 def test_a_grammar_whose_masks_are_slow_gets_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows wait for the masks of one, and every proposed token needs one of its own."""
+    """All sequences wait for the masks of one, and every proposed token needs another mask."""
     monkeypatch.setattr(structured_grammar, "SLOW_MASK_S", 0.0)
     chooser = Arms(Arm(3))
     asked = structured("a", prepare("regex", "[a-z ]*"), [3, 4], max_tokens=8, ignore_eos=True)

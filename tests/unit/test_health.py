@@ -1,4 +1,4 @@
-"""The health service speaks with the clients of grpcio-health-checking, whose messages it does without."""
+"""The health service works with clients of grpcio-health-checking, without using that package."""
 
 from __future__ import annotations
 

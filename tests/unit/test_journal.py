@@ -1,4 +1,4 @@
-"""A mark becomes durable only after the commit that holds every report up to it; nothing waits for the disk."""
+"""durable_seq advances only after the commit that holds every report up to it; nothing waits for the disk."""
 
 import asyncio
 
@@ -134,7 +134,7 @@ async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk
 
 
 async def test_reports_gathered_while_the_disk_is_full_are_bounded(parts):
-    """The oldest raw rows are given up and counted; estimates and marks contain them."""
+    """The oldest raw rows are dropped and counted; estimates and marks include them."""
     parts.journal.max_waiting_reports = 50
     workers = [parts.worker(f"w{number}") for number in range(2)]
     parts.store.ok = False

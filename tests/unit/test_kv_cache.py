@@ -1,4 +1,4 @@
-"""A row keeps its place and its contents, whatever other rows do, and memory follows what rows hold."""
+"""A row keeps its place and its contents, whatever other rows do, and memory follows the tokens in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values(pool: KVPool, row: int, length: int) -> set[float]:
 
 
 def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: on a GPU an engine that cleared up after a fault ended: what is allocated in that mode is written to in it."""
+    """Story: on a GPU the engine ended while it cleared up after a fault: inference tensors are written in inference mode."""
     monkeypatch.setattr(kv_cache.sys, "platform", "elsewhere")  # allocated in full, as on a GPU
     with torch.inference_mode():
         pool = filled()
@@ -46,8 +46,7 @@ def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pyt
 
 
 def test_released_memory_is_zeroed_for_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masked places are read all the same, and what is not finite there would spoil the row; also where no memory is
-    handed back."""
+    """Masked places are still read, and values there that are not finite would spoil the row, even if memory is kept."""
     monkeypatch.setattr(sys, "platform", "elsewhere")
     pool = filled()
     for layer in pool.layers:
@@ -96,7 +95,7 @@ def make_pool(num_rows: int = 4, max_length: int = 400, dtype: torch.dtype = tor
 
 
 def write(pool: BlockPool, row: int, start: int, marks: list[float]) -> None:
-    """Let the row's tokens start, start + 1, ... hold these marks in all their numbers."""
+    """Fill the keys and values of the row's tokens start, start + 1, ... with these marks."""
     blocks, _ = pool.reach(row, np.array([start + len(marks)]))
     for place, mark in enumerate(marks, start):
         for cache in pool.caches:
@@ -109,7 +108,7 @@ def read(pool: BlockPool, row: int, length: int) -> list[float]:
 
 
 def test_rows_keep_their_tokens_through_everything() -> None:
-    """1,000 random feeds, copies, moves, exchanges and releases against lists that say what each row holds."""
+    """1,000 random writes, copies, moves, swaps and releases are compared with a list for each row."""
     generator = random.Random(0)
     pool, held = make_pool(), {row: [] for row in range(4)}
     for number in range(1000):
@@ -142,14 +141,14 @@ def test_rows_keep_their_tokens_through_everything() -> None:
 
 
 def check_blocks(pool: BlockPool) -> None:
-    """Every row gets all of its blocks, and none is there twice: no block was lost."""
+    """Check that no block is lost: every row can have all of its blocks, each once."""
     blocks, _ = pool.reach(0, np.full(pool.num_rows, pool.max_length))
     assert len(set(blocks.tolist())) == len(blocks)
     assert blocks.max() < pool.spare_block
 
 
 def test_prompts_reuse_the_cached_blocks_of_earlier_rows() -> None:
-    """Another text, or the same words after other ones, is never taken for it; a text that goes on shares its beginning."""
+    """Only the same text from the start is reused; a text that diverges shares the blocks before that."""
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
     text = list(range(3 * BLOCK_TOKENS + 5))
     write(pool, 0, 0, [float(token) for token in text])

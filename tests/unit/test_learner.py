@@ -1,4 +1,4 @@
-"""Reports are learned from in one call per worker, soon; a mistake of the estimator costs its context alone.
+"""Reports are passed to the estimator in one call per worker; an estimator's error resets its context alone.
 
 And what was predicted is compared with what was observed.
 """

@@ -1,4 +1,4 @@
-"""Both servers log alike: JSON where nobody watches, one line an event, whoever it comes from."""
+"""Both servers log alike: JSON unless on a terminal, one line per event, also for events of libraries."""
 
 from __future__ import annotations
 

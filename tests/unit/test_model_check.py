@@ -1,4 +1,4 @@
-"""A model that the engine would run wrongly is refused, with the reason; those it runs exactly pass, also rewritten."""
+"""A model that the engine would run wrongly is refused with the reason; models that it runs exactly pass, also rewritten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
 
 
 def with_sinks() -> Any:
-    """gpt-oss, whose sinks a random model would have too small to matter."""
+    """A gpt-oss model with sinks large enough to matter."""
     model = tiny_models.build(
         "gpt_oss", **tiny_models.GROUPED, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2
     )
@@ -63,9 +63,9 @@ OLMOE = {**tiny_models.GROUPED, **EXPERTS, "num_experts": 2}
 def test_long_windows_must_agree_with_the_configuration(
     family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask.
+    """PhiMoE masks by a window that it does not pass to attention; OLMoE passes one by which it does not mask.
 
-    Where they are too long to be run, they must at least agree.
+    Windows that are too long to be run must at least agree.
     """
     with pytest.raises(ModelError, match=f"layer 0 of {family} {reason}"):
         inspect_layers(tiny_models.build(family, **settings), "model")
@@ -119,7 +119,7 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
 
 @pytest.mark.parametrize(("first_token", "first_query"), [(128, 1), (0, 3)])
 def test_the_check_covers_kernels_beyond_their_first_block(first_token: int, first_query: int) -> None:
-    """Story: the longest row had 48 tokens and the widest pass two queries, while the kernels take in 128 keys at once."""
+    """Story: the longest sequence had 48 tokens and the widest pass two queries, while kernels process 128 keys at once."""
     model = tiny_models.build("llama")
     one, forward = cached(private_copy(model)), CachedModel.forward
 

@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A model of its own, for a test to damage."""
+    """A copy of the model for one test to damage."""
     return Path(shutil.copytree(whole, tmp_path / "damaged"))
 
 
@@ -211,7 +211,7 @@ SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
 
 @pytest.mark.parametrize("quantisation", [None, {"quant_method": "of-tomorrow"}])
 def test_scales_of_quantised_weights_are_not_ignored(folder: Path, quantisation: Any) -> None:
-    """Story: a checkpoint in FP8 was served without its scales, and wrote garbage."""
+    """Story: a checkpoint in FP8 was served without its scales, and generated garbage."""
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     if quantisation is not None:
         change(folder / "config.json", quantization_config=quantisation)

@@ -1,4 +1,4 @@
-"""A pair that is loaded fits together; what cannot work is refused with one sentence that names it."""
+"""Target and draft of a loaded pair fit together; other pairs are refused with one sentence that names the problem."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(mo
 
 
 def test_a_model_has_the_same_name_wherever_it_lies(tmp_path: Path) -> None:
-    """Workers whose copies of a model lie in other folders share what is learned, and only those."""
+    """Workers whose copies of a model lie in different folders share what is learned, and other models do not."""
     names = []
     for place in ("one", "another"):
         shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / place / "draft")

@@ -22,7 +22,7 @@ def indexed(tokens: list[int]) -> NgramIndex:
 
 
 def longest_match(tokens: list[int]) -> tuple[int, list[int]]:
-    """Length of the longest suffix that stands earlier in the text, and the places after those; by trying all."""
+    """Length of the longest suffix that occurs earlier in the text, and the places after its occurrences, by brute force."""
     for length in range(len(tokens) - 1, 0, -1):
         tail = tokens[-length:]
         places = [at + length for at in range(len(tokens) - length) if tokens[at : at + length] == tail]

@@ -1,4 +1,4 @@
-"""A failing standard output ends a command with a sentence, and text goes to any terminal."""
+"""A failing standard output ends a command with one sentence, and text is printed on any terminal."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ BAD = 9  # a token whose text cannot be made
 def test_a_sequence_whose_text_fails_ends_alone_with_one_error(
     overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Story: the whole batch was aborted. Overlapped, its next tokens are under way by then, and nobody gets them."""
+    """Story: the whole batch was aborted. With overlapped steps the next tokens are already computed; they are dropped."""
     engine, collected = make_engine(chooser=2, overlapped=overlapped), Collected()
     for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):  # which writes BAD and nothing else
         engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True, logit_bias=bias), collected)

@@ -71,7 +71,7 @@ def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
 def test_no_memory_for_a_single_sequence_is_an_error(
     free: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row needs its keys and values, 512 bytes a token, and memory for its logits."""
+    """A slot needs keys and values, 512 bytes a token, and memory for its logits."""
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"), vocab_size=vocab_size)
     with pytest.raises(ModelError, match=r"a single sequence of 256 tokens needs more than the 0.0 GiB left on cuda:0"):

@@ -14,7 +14,7 @@ from tests.support.control_parts import client, probe, step
 
 
 def test_reports_are_read_while_steps_append_more():
-    """Story: a deque that grew while it was read through raised, once in tens of thousands of messages."""
+    """Story: iterating over a deque while it grew raised an error, once in tens of thousands of messages."""
     buffer, number, interval = ReportBuffer(50_000), 50_000, sys.getswitchinterval()
 
     def append() -> None:

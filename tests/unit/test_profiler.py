@@ -36,7 +36,7 @@ def profiler(pair: ModelPair, settings: ProfileSettings = GRID, **options: Any) 
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     pair: ModelPair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine ends the rows of a step that failed; the profile goes on with half as many."""
+    """The engine ends the sequences of a failed step; the profile continues with half as many."""
     caplog.set_level(logging.CRITICAL)
     made: list[Engine] = []
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_few_visits_give_a_large_standard_error(num_visits: int) -> None:
 
 
 def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows() -> None:
-    """Ten rows at length 1, all accepted, say nothing of position 2; ten at length 2 do."""
+    """Ten sequences at length 1, all accepted, are censored at position 2; ten at length 2 are not."""
     assert survival({1: [0, 10], 2: [5, 3, 2]}) == (pytest.approx([15 / 20, 15 / 20 * 2 / 5]), [20, 5])
     assert survival({}) == survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])

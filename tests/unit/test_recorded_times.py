@@ -1,4 +1,4 @@
-"""Step times as believed agree with those recorded: a run of the demo on two cores of an AMD EPYC.
+"""Estimated step times agree with recorded ones: a run of the demo on two cores of an AMD EPYC.
 
 Arms take turns there in blocks of seconds, so few steps follow one of another arm. tests/data/demo_steps.jsonl.gz has a
 line for each step: batch size, draft tokens, n-grams or not, microseconds, tokens of context per sequence, drafted

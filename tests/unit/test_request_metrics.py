@@ -1,4 +1,4 @@
-"""Times and counts of requests mean on our page what they mean on vLLM's."""
+"""Request metrics mean the same as vLLM's of the same names."""
 
 import pytest
 from prometheus_client import generate_latest
@@ -69,7 +69,7 @@ def test_requests_that_were_never_admitted_have_no_times(requests):
 
 
 def test_the_time_of_a_token_is_that_of_one_sequence_however_many_there_are(requests):
-    """Three sequences at once were told to be three times as fast as one; one that comes in late is no slower."""
+    """Three concurrent sequences were reported as three times as fast as one; a late one does not count as slower."""
     timeline = requests.timeline(4, arrived_at=10.0)
     for index in range(3):
         timeline.saw(output(11.0, 1, index=index))

@@ -1,4 +1,4 @@
-"""A controller that reads the database goes on as if nothing had happened; what it cannot use is kept."""
+"""A controller continues from its database as if it had never stopped; state that it cannot use is set aside."""
 
 import asyncio
 import json

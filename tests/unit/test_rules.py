@@ -1,6 +1,6 @@
-"""A whole step's choices, on models that are tables: whatever is drafted, outputs are as if nothing had been.
+"""The choices of a whole step, on models that are tables: outputs do not depend on what was drafted.
 
-The tables give the logits of the next token for every last token, so that many thousand rows make one batch.
+A table gives the next token's logits for every last token, so that one batch can have thousands of rows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host
 
 
 def test_rows_of_every_kind_keep_their_sampling_in_one_batch() -> None:
-    """Greedy rows stay greedy, seeded rows stay as they are alone, and cuts hold for the rows that asked for them."""
+    """Greedy rows stay greedy, seeded rows give the same tokens as alone, and truncation applies to its own rows."""
     kinds = [
         RowSampling(),
         RowSampling(temperature=1.0, key=make_key(3, 0)),
@@ -89,7 +89,7 @@ def test_rows_of_every_kind_keep_their_sampling_in_one_batch() -> None:
 
 
 def test_a_seeded_row_accepts_a_draft_that_is_the_target() -> None:
-    """Story: with noise of another position the draft still proposes, and the output is right, only slow."""
+    """Story: with the noise of another position outputs were right, but no draft was accepted."""
     batch = BatchSampling(
         [RowSampling(temperature=1.0, key=make_key(row, 0)) for row in range(50)], torch.device("cpu")
     )
@@ -101,7 +101,7 @@ def test_a_seeded_row_accepts_a_draft_that_is_the_target() -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_rows_that_draft_less_are_capped(sampled: bool, on_host: bool) -> None:
-    """Rows that opted out come last and accept nothing; a draft that is the target fills every other row's cap."""
+    """Rows that do not draft come last and accept nothing; with the target as draft every other row reaches its cap."""
     rows = [RowSampling(temperature=1.0 if sampled else 0.0)] * 6
     batch = BatchSampling(rows, torch.device("cpu"))
     caps = torch.tensor([4, 2, 0, 1, 0, 0])
@@ -144,7 +144,7 @@ def test_host_and_device_rules_agree_on_drafts_and_decisions(copies: bool, dtype
 
 
 def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is() -> None:
-    """Of a hundred tokens about as likely as each other, drafts are drawn among the 64 likeliest. Odds 1 in 10,000."""
+    """Drafts are drawn among the 64 likeliest of 100 tokens of similar probability. False alarms: 1 in 10,000."""
     num_rows, k, kinds = 8_000, 2, [RowSampling(1.0, top_k=90), RowSampling(1.0, top_k=90, key=5)]
     logits = torch.linspace(0, 1, 100).expand(num_rows, k + 1, 100)
     for kind in kinds:

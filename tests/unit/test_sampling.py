@@ -1,7 +1,7 @@
-"""The law: whatever the draft proposes, what comes out follows the target's distribution.
+"""Outputs follow the target's distribution, whatever the draft proposes.
 
-For the rejection rule it is shown by exact enumeration, for the matching rule by what it computes: the target's own
-choice. Shapes and cuts are shown against loops over plain Python numbers.
+Rejection sampling is tested by exact enumeration; matching accepts only the target's own choice. Shapes and truncation
+are compared with loops over plain Python numbers.
 """
 
 from __future__ import annotations

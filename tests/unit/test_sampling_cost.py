@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 
 class Cost(TorchDispatchMode):
-    """Counts operators but views, and the bytes of the tensors that they make beside those given. most: held at once."""
+    """Counts operators other than views, and the bytes of new tensors. most: the most bytes held at once."""
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows stay in their regions with their keys and values, nobody overtakes, and KV is never promised twice."""
+"""Sequences keep their keys and values, are admitted in order, and KV memory is never promised twice."""
 
 from __future__ import annotations
 

@@ -9,11 +9,10 @@ import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner
 from speclen.bench.simulation.play import Worker, play
-from speclen.bench.simulation.policy import DEFAULT, Variant, policy, read_runs, run, write_runs
+from speclen.bench.simulation.policy import DEFAULT, Variant, read_runs, run, write_runs
 from speclen.bench.simulation.report import Difference, Run, difference
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
-from speclen.cli.support.output import UserError
 from speclen.controller.estimator import EstimatorSettings
 from speclen.records import Arm, StepRecord
 
@@ -118,32 +117,6 @@ def test_a_difference_weights_worlds_equally_and_has_a_paired_error() -> None:
     assert found.mean == pytest.approx((2.0 + 4.0) / 2)
     assert found.stderr == pytest.approx((1 / 3) ** 0.5 / 2)
     assert difference(after, []) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"world": ["nowhere"]}, "--world: 'nowhere' is unknown: use one of vllm-h200,"),
-        ({"ablate": ["nothing"]}, "--ablate: 'nothing' is unknown: use one of probes,"),
-        ({"rule": ["best"]}, "--rule: 'best' is unknown: use one of plug-in,"),
-        ({"set_": ["wrong=1"]}, "--set: 'wrong' is not a setting of the estimator: use one of hysteresis,"),
-        ({"set_": ["hysteresis=often"]}, "--set hysteresis=often: "),
-        ({"against": Path("/nowhere")}, "--against /nowhere: not a file that --out wrote"),
-    ],
-)
-def test_bad_arguments_name_the_value(arguments: dict[str, object], reason: str) -> None:
-    defaults = {
-        "world": [],
-        "ablate": [],
-        "set_": [],
-        "rule": [],
-        "runs": 2,
-        "first_seed": 0,
-        "seconds": 2.0,
-        "jobs": 1,
-    }
-    with pytest.raises(UserError, match=reason):
-        policy(**({**defaults, "against": None, "out": None} | arguments))
 
 
 def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:

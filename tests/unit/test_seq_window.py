@@ -1,4 +1,4 @@
-"""Of every worker the newest life counts; in whatever order its reports come and however often, each counts once."""
+"""Each report of a worker's newest incarnation counts once, in whatever order and however often it arrives."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The end of a sequence, its visible text and its outputs, token by token and in steps of several."""
+"""A sequence's end, its visible text and its outputs, token by token and in steps of several tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service in front of a real engine: what is refused and how, who waits for whom, and clients that do not read."""
+"""The service in front of a real engine: refusals, waiting, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str
 
 
 async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
-    """Over HTTP a request's name is not that of the call it came by. Once the second one was forgotten, for ever."""
+    """Over HTTP a request's name is not that of its call. The second request was once never answered."""
 
     async with served(rows=1) as at:
         engine = at.async_engine
@@ -206,7 +206,7 @@ def test_callers_with_tokens_are_identified_by_their_token() -> None:
 async def test_an_internal_error_is_counted_and_its_text_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gRPC told it as UNKNOWN, with its text."""
+    """gRPC sent it as UNKNOWN, with its text."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("secret")

@@ -28,7 +28,7 @@ from tests.support.engines import (
 
 
 def test_a_step_without_drafts_does_not_keep_the_next_prompt_from_the_draft() -> None:
-    """Story: the draft was fed prompts where the step before had drafted, and a request's last step often does not."""
+    """Story: the draft's prefill depended on whether the previous step drafted, and a request's last step often does not."""
     chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser, max_batch_size=1)
     generate(engine, request("a", PROMPT, max_tokens=2, ignore_eos=True))
@@ -75,7 +75,7 @@ def counted(engine: Engine, name: str, **labels: str) -> float:
     ids=["plain", "draft", "n-gram", "both", "changing"],
 )
 def test_counts_are_those_of_the_passes(chooser: Arms) -> None:
-    """Story: n-gram tokens alone were accepted in no proposal, since they counted as tokens and nothing else."""
+    """Story: n-gram tokens counted as accepted tokens, but not as drafts."""
     engine = make_engine(chooser=chooser, ngram=True, max_speculation_length=3)
     names, records, load = "012", chooser.records, engine.load
     collected = generate(engine, *(request(at, LOOP[int(at) :], max_tokens=100, ignore_eos=True) for at in names))

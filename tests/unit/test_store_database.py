@@ -1,4 +1,4 @@
-"""The store's promise: a commit answered with None is on the disk, whole and once; every fault is one sentence."""
+"""A commit answered with None is on the disk, whole and once; every fault is one sentence."""
 
 from __future__ import annotations
 

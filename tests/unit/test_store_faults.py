@@ -1,4 +1,4 @@
-"""Faults of the file and the writer: nothing is acknowledged that is not durable, and somebody is told."""
+"""Faults of the file and the writer: nothing is acknowledged that is not durable, and every fault is reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_file_deleted_between_commit_and_answer_is_not_acknowledged(store, mon
 
 
 def test_damage_found_while_writing_ends_the_writer(tmp_path):
-    """It was taken for a full disk: tried again every two seconds for ever, and nothing was acknowledged any more."""
+    """It was mistaken for a full disk and retried every two seconds without end, and nothing was acknowledged."""
     path = tmp_path / "s.db"
     store, connection = open_with_connection(path)
     assert store_now(store, moment([1])) is None

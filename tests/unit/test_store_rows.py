@@ -1,4 +1,4 @@
-"""Rules of the tables: nonsense stays out, and one bad row takes no other with it."""
+"""Constraints of the tables: invalid rows are refused, and valid ones next to them are stored."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes", REFUSED)
 def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(store, changes):
-    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
+    """Otherwise reports would be acknowledged as durable that a restart counts again or does not know."""
     assert store_now(store, moment([1])) is None
     error = store_now(store, moment([1, 2], **changes))
     assert "refuses" in str(error)

@@ -70,7 +70,7 @@ def test_decision_history_is_newest_first_with_both_estimates(store):
 
 
 def test_prediction_error_compares_reports_with_the_estimates_that_came_before_them(store):
-    """Predicted 16 ms for 1.6 tokens; observed (12 + 20) ms for (1 + 4/4) + (1 + 2/4) tokens per row."""
+    """Predicted 16 ms for 1.6 tokens; observed (12 + 20) ms for (1 + 4/4) + (1 + 2/4) tokens per sequence."""
     store_now(store, Commit(contexts=[context()], workers=[worker()], arm_estimates=[estimate(2)]))
     minute = NOW // 60 * 60
     reports = [

@@ -1,4 +1,4 @@
-"""`speclen tables` and `explain`: what was learned in words for people, and the rows behind them for programs."""
+"""`speclen tables` and `explain`: learned arms in words for people, and as rows for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One thread computes, and it uses as many CPU threads as there are cores that nobody else wants."""
+"""The engine uses as many CPU threads as there are idle cores."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Forced tool calls: what is asked of the grammar, and what callers get of an output, whole and in pieces."""
+"""Forced tool calls: their grammars, and the answers that callers receive, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loopback unless told otherwise; beyond it TLS and proof of who calls, on every method; a page that nobody holds up."""
+"""Servers listen on loopback by default; beyond it every method needs TLS and a token; idle connections block no page."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ def security(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ServerSecu
 
 @contextlib.contextmanager
 def silent_connections(address: str, number: int = 3) -> Iterator[list[socket.socket]]:
-    """Connections on which nobody says a word."""
+    """Connections on which nothing is sent."""
     host, port = address.split("/")[2].rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number)]
 
 
 def test_silent_connections_delay_neither_readers_nor_shutdown(security, monkeypatch, capfd) -> None:
-    """Story: with TLS, one silent connection blocked the page, and ending the process took until its client went."""
+    """Story: with TLS, one silent connection blocked the page and the end of the process until its client disconnected."""
     monkeypatch.setattr(speclen.transport.pages, "SILENCE_S", 0.5)
     how, context = security
     registry = CollectorRegistry()

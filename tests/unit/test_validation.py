@@ -1,4 +1,4 @@
-"""Every field of a request arrives, one out of range is refused by its name, and every limit itself is allowed."""
+"""Every field of a request is read, values out of range are refused by name, and the limits themselves are allowed."""
 
 from __future__ import annotations
 

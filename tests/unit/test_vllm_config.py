@@ -1,4 +1,4 @@
-"""The plugin takes those configurations of vLLM whose method drafts as many tokens as a step asks for, and their table."""
+"""The plugin accepts configurations of vLLM whose method drafts the requested number of tokens, and their table."""
 
 from __future__ import annotations
 

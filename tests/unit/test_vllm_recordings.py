@@ -1,4 +1,4 @@
-"""Reports of vLLM 0.32 on an H200, and what today's plugin and estimator make of them.
+"""Reports of vLLM 0.32 on an H200, read by the current plugin and estimator.
 
 tests/data/vllm_h200_steps.jsonl.gz has two cold starts of an earlier plugin, which took the time between two results for
 that of a step. Target of 6.7 B, draft of 125 M, at most 32 sequences, lengths to 8, overlapping steps, V1. A line for each

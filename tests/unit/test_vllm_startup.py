@@ -1,4 +1,4 @@
-"""Changes in vLLM's configuration before an engine starts, which every rank gets.
+"""Changes to vLLM's configuration before an engine starts, which reach every rank.
 
 The classes are shaped like vLLM 0.32's; scripts/vllm/drafting.py runs the real ones.
 """
@@ -25,7 +25,7 @@ HYBRID = {"model_config__is_hybrid": True}
 
 @pytest.fixture
 def arguments(monkeypatch):
-    """vLLM's EngineArgs, with the plugin registered and a controller configured that nobody reaches."""
+    """vLLM's EngineArgs, with the plugin registered and an unreachable controller configured."""
     fake_vllm.install(monkeypatch)
     monkeypatch.setenv("SPECLEN_CONTROLLER", "127.0.0.1:9")
     monkeypatch.setattr(startup, "learned_by", lambda config: {})

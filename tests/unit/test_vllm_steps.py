@@ -1,7 +1,7 @@
-"""A step of vLLM means in a report what a step of our worker means.
+"""A report of a vLLM step means the same as a report of a step of our worker.
 
-Batch size is rows that decode; prompts are apart and flagged; a step that verified one length and drafted another teaches
-no time; accepted tokens are those of sequences that show what their drafts were worth. The steps come from a scheduler
+The batch size counts decoding sequences; prefill is separate and flagged; a step that verified one length and drafted
+another gives no usable time; accepted tokens are those of verified drafts. The steps come from a scheduler
 with vLLM's interface, and from the real one as it was recorded.
 """
 
@@ -47,7 +47,7 @@ EVERY_LENGTH = SimpleNamespace(note=lambda step: None, choice=lambda batch_size,
 
 
 class Engine:
-    """Steps a scheduler as vLLM's engine core does; every row accepts `accepts` drafts."""
+    """Steps a scheduler as vLLM's engine core does; every sequence accepts `accepts` drafts."""
 
     def __init__(self, lengths, traits=None):
         control = self.control = Control(lengths)
@@ -159,7 +159,7 @@ def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_
 
 @pytest.mark.parametrize("run", ["draft_model", "ngram"])
 def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
-    """Steps of vLLM 0.32's scheduler, of which `in_prompt` and `sampled` are its own words: all of it adds up."""
+    """Recorded steps of vLLM 0.32's scheduler, whose own `in_prompt` and `sampled` agree with the reports."""
     tracker, num_read = StepTracker(Traits(ragged=run == "ngram"), ArmChoice(Arm(5))), 0
     for step in map(json.loads, RECORDED.read_text().splitlines()):
         if step["run"] != run:

@@ -1,4 +1,4 @@
-"""Times of vLLM's overlapping steps: what is reported as usable is what a step of that length takes.
+"""Usable times of vLLM's overlapping steps equal the time of a step of that length.
 
 The steps run in a model of vLLM's queue: a host that launches step N + 1, then waits for step N, and a device that
 computes them in order. The true time of a length is the interval between results when nothing else runs.
@@ -125,7 +125,7 @@ class Event:
 
 
 def true_ms(machine: Machine, length: int, jitter: float = 0.0) -> float:
-    """Of a step, when only this length is used."""
+    """Milliseconds of a step, when only this length is used."""
     queue, num_steps = Queue(machine, jitter=jitter), 800 if jitter else 40
     queue.run([ArmChoice(Arm(length))] * 40)
     before = queue.now_ms
