@@ -33,14 +33,14 @@ def figure(value: float) -> str:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Raises ValueError when there are no values."""
+    """Median and range of the values. Raises ValueError if there are none."""
     if not values:
         raise ValueError("no repeats to summarise")
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Spread of the ratios, repeat by repeat: what slowed the machine down in one repeat slowed both sides."""
+    """Spread of the ratios of each repeat: a slowdown of the machine in one repeat affects both sides."""
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -48,7 +48,7 @@ Rates = Mapping[str, Mapping[str, float]]  # by policy, by requests at once
 
 
 def as_table(name: str, rates: Rates) -> str:
-    """Tokens per second, and in brackets the share of the best policy that is not `adaptive`, by requests at once."""
+    """Tokens per second by number of requests, with the ratio to the best policy other than `adaptive` in brackets."""
     sizes = sorted({int(size) for row in rates.values() for size in row})
     width = max(map(len, (*rates, name))) + 12
     lines = [f"{name}, tokens/s".ljust(width) + "".join(f"{size} at once".rjust(16) for size in sizes)]

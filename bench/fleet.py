@@ -1,6 +1,6 @@
 """`speclen bench controller` and `bench fleet`: a controller on a core of its own, loaded by simulated workers.
 
-The workers use real gRPC and made-up steps, and no models.
+The workers use real gRPC and generated steps, and no models.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.models.devices import processor_name
 
 METHOD = "/speclen.v1.ControlService/StreamReports"
-WINDOW = 4  # messages of one worker on their way; a real worker has about as many
-NUM_TEMPLATES = 512  # different steps of a worker
+WINDOW = 4  # unanswered messages of one worker; a real worker has about as many
+NUM_TEMPLATES = 512  # different steps per worker
 NUM_KINDS = 16  # workers with different steps; further ones repeat theirs
-MAX_CHANNELS = 64  # also: workers that register at a time
+MAX_CHANNELS = 64  # also the number of workers that register concurrently
 MAX_BATCH_SIZE, MAX_LENGTH = 32, 8
 EOF: Any = aio.EOF  # type: ignore[attr-defined]
 
@@ -94,7 +94,7 @@ class SimulatedWorker:
         )
 
     async def report(self, group: int, steps_per_s: float) -> None:
-        """Send a group as often as sampled steps fill one, until cancelled; as fast as answers come at math.inf steps.
+        """Send groups at the rate of sampled steps until cancelled; with math.inf steps as fast as answers come.
 
         Raises RuntimeError when the controller ends the stream.
         """
@@ -105,7 +105,7 @@ class SimulatedWorker:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await asyncio.wait(tasks, timeout=1.0)  # where both end, the reader knows why
+            done, _ = await asyncio.wait(tasks, timeout=1.0)  # if both end, the reader has the reason
             for task in tasks:
                 if task in done:
                     task.result()
@@ -144,7 +144,7 @@ class SimulatedWorker:
 
 
 async def connect(address: str, num_channels: int) -> list[aio.Channel]:
-    """Channels with a connection each."""
+    """Channels, each with its own connection."""
     prepare_aio()
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [aio.insecure_channel(address, options=options) for _ in range(num_channels)]
@@ -155,7 +155,7 @@ async def connect(address: str, num_channels: int) -> list[aio.Channel]:
 
 @asynccontextmanager
 async def swarm(address: str, num: int) -> AsyncIterator[list[SimulatedWorker]]:
-    """So many workers that the controller knows; they share channels."""
+    """Registered simulated workers, which share channels."""
     kinds = [simulated_steps(random.Random(kind), NUM_TEMPLATES) for kind in range(min(num, NUM_KINDS))]
     channels = await connect(address, min(num, MAX_CHANNELS))
     workers = [SimulatedWorker(at, kinds[at % len(kinds)], channels[at % len(channels)]) for at in range(num)]
@@ -173,9 +173,9 @@ CALL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Messages sent and reports made durable a second, and share of a core that the controller used for them.
+    """Messages sent and reports made durable per second, and the share of a core that the controller used for them.
 
-    sample_every: as the controller asked in the end. trip_*: round trips of reports. call_*: other calls meanwhile.
+    sample_every: last value requested by the controller. trip_*: round trips of reports. call_*: other calls meanwhile.
     """
 
     messages_per_s: float
@@ -198,7 +198,7 @@ async def load_of(
     warm_up_s: float,
     seconds: float,
 ) -> Load:
-    """Let so many workers report, group steps in a message, and measure after a while. steps_per_s: math.inf for the most.
+    """Measure a controller while workers report, `group` steps per message. steps_per_s: math.inf for full speed.
 
     cpu_s: processor time of the controller so far. Raises RuntimeError when the controller ends a stream.
     """
@@ -223,7 +223,7 @@ async def load_of(
 
 @asynccontextmanager
 async def reporting(workers: list[SimulatedWorker], group: int, steps_per_s: float) -> AsyncIterator[None]:
-    """Workers report while this lasts; their first error is raised."""
+    """Let workers report for the length of the block; their first error is raised."""
     tasks = [asyncio.create_task(worker.report(group, steps_per_s)) for worker in workers]
     try:
         yield
@@ -237,7 +237,7 @@ async def reporting(workers: list[SimulatedWorker], group: int, steps_per_s: flo
 
 
 def counts(workers: list[SimulatedWorker]) -> np.ndarray:
-    """Messages sent and reports that are durable, so far."""
+    """Messages sent so far, and reports that are durable."""
     return np.array([[worker.num_messages, worker.durable_seq] for worker in workers], dtype=float).sum(axis=0)
 
 
@@ -248,7 +248,7 @@ def percentiles_ms(values_s: list[float]) -> tuple[float, float]:
 
 
 async def call_times(channel: aio.Channel, seconds: float) -> list[float]:
-    """Seconds of other calls, one after the other, for so long."""
+    """Durations of other calls, made one after the other for this many seconds."""
     stub, until, taken = rpc.ControlServiceStub(channel), time.perf_counter() + seconds, []
     while time.perf_counter() < until:
         began = time.perf_counter()
@@ -258,8 +258,8 @@ async def call_times(channel: aio.Channel, seconds: float) -> list[float]:
     return taken
 
 
-STEPS_PER_S = 40.0  # of a worker in a fleet
-GROUP, LARGE_GROUP = 20, 64  # steps in a message: of half a second, and where as many are sent as are taken
+STEPS_PER_S = 40.0  # per worker of a fleet
+GROUP, LARGE_GROUP = 20, 64  # steps per message: half a second's, and at full speed
 WARM_UP_S = 5.0
 SECONDS = typer.Option(10.0, min=1.0, help="Length of a measurement.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
@@ -273,7 +273,7 @@ def cpu_s(process_id: int) -> float:
 
 @contextmanager
 def controller_process() -> Iterator[tuple[str, int]]:
-    """Address and id of a controller with the first core alone; this process keeps the others, if there are any."""
+    """Address and process id of a controller on the first core; this process uses the other cores, if there are any."""
     cores, address = sorted(os.sched_getaffinity(0)), free_port("127.0.0.1:0")
     with tempfile.TemporaryDirectory(prefix="speclen-bench-") as folder:
         arguments = ["controller", "--listen", address, "--max-streams", "16384", "--db", f"{folder}/bench.db"]
@@ -296,7 +296,7 @@ def controller(
     repeats: int = typer.Option(3, min=1, help="Repeats, interleaved."),
     as_json: bool = JSON,
 ) -> None:
-    """Measure the most reports a second, then round trips of single reports.
+    """Measure the maximum of reports per second, then round trips of single reports.
 
     Example: speclen bench controller --workers 64
     """
@@ -314,7 +314,7 @@ def fleet(
     seconds: float = SECONDS,
     as_json: bool = JSON,
 ) -> None:
-    """Measure a controller under fleets of simulated workers, each of 40 steps a second, sampled as it asks.
+    """Measure a controller under fleets of simulated workers, each of 40 steps a second, with its own sampling.
 
     Example: speclen bench fleet --workers 1000
     """
@@ -323,14 +323,14 @@ def fleet(
 
 
 def measured(workers: int, group: int, steps_per_s: float, seconds: float) -> Load:
-    """Load of a fresh controller."""
+    """Load of a new controller process."""
     with controller_process() as (address, process_id):
         used = partial(cpu_s, process_id)
         return asyncio.run(load_of(address, used, workers, group, steps_per_s, WARM_UP_S, seconds))
 
 
 def show(setups: Mapping[str, partial[Load]], repeats: int, as_json: bool) -> None:
-    """Measure every setup in turns; print medians with the least and greatest of the repeats."""
+    """Measure the setups in turns; print medians with the least and the greatest repeat."""
     loads: dict[str, list[dict[str, float]]] = {name: [] for name in setups}
     for repeat in range(repeats):
         for name, measure in setups.items():

@@ -1,4 +1,4 @@
-"""Drives the engine without a server."""
+"""Run requests on an engine without a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def generate(
     on_step: Callable[[StepRecord], None] = lambda record: None,
     sampling: SamplingParams = GREEDY,
 ) -> list[list[int]]:
-    """Outputs of requests that are submitted at once. Raises RuntimeError if the engine gives one up."""
+    """Outputs of requests that are submitted together. Raises RuntimeError if the engine aborts one."""
     outputs: list[list[int]] = [[] for _ in prompts]
     ends: list[FinishReason] = []
 

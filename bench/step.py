@@ -1,4 +1,4 @@
-"""`speclen bench step`: cost and yield of a step at every batch size and length."""
+"""`speclen bench step`: time, acceptance and throughput of a step at every batch size and length."""
 
 from __future__ import annotations
 

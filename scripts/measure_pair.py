@@ -41,7 +41,7 @@ def accepted_counts(pair: ModelPair, prompts: Prompts, max_tokens: int, sampling
 
 
 def prompts_of(pair: ModelPair, number: int) -> dict[str, Prompts]:
-    """So many prompts of every kind."""
+    """This many prompts of every kind."""
     if pair.tokenizer.chat_template:
         chat = ChatPrompts(pair.tokenizer)
         return {kind: [chat.draw(kind, seed) for seed in range(number)] for kind in CHAT_KINDS}

@@ -147,8 +147,8 @@ def narrow(teacher: LlamaForCausalLM, layers: int, width: int) -> LlamaForCausal
 class Vocabulary:
     """The tokens of prompts and answers, and the likeliest: only their embeddings are trained, under numbers of their own.
 
-    The others keep the target's projected embedding. In the loss, a few thousand that are drawn anew for every batch
-    stand for all of them: that costs a fraction of all logits.
+    The others keep the target's projected embedding. In the loss, a few thousand drawn for every batch stand for all of
+    them, which costs a fraction of all logits.
     """
 
     def __init__(self, rows: list[Row], size: int) -> None:
@@ -195,7 +195,7 @@ class Batch:
 
 
 class Batches:
-    """Batches of rows of about equal length, in random order for ever. tokens: in each, padding included."""
+    """Batches of rows of about equal length, in random order without end. tokens: in each batch, padding included."""
 
     def __init__(self, rows: list[Row], vocabulary: Vocabulary, tokens: int, seed: int) -> None:
         self._rng, self._vocabulary = np.random.default_rng(seed), vocabulary

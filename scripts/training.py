@@ -46,7 +46,7 @@ class Optimizers:
 def train(
     optimizers: Optimizers, seconds: float, loss_of: Callable[[], tuple[torch.Tensor, str]]
 ) -> Iterator[dict[str, int]]:
-    """Follow a loss for so many seconds. Yields steps and seconds once a minute and at the end, for the model to be saved.
+    """Train for this many seconds. Yields steps and seconds once a minute and at the end, so that the model can be saved.
 
     loss_of: the loss of the next batch, and a remark.
     """
@@ -66,7 +66,7 @@ def train(
 def completed(
     engine: Engine, requests: Iterator[GenerationRequest], at_once: int, seconds: float
 ) -> Iterator[tuple[GenerationRequest, list[SequenceOutput]]]:
-    """Run requests for so many seconds, so many at a time; those under way at the end are dropped."""
+    """Run requests for this many seconds, at_once at a time; those that are running at the end are dropped."""
     under_way: dict[str, tuple[GenerationRequest, list[SequenceOutput]]] = {}
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The answer to one question of `scripts/gpu_check`: checks and figures, written as they come, and a line at the end."""
+"""The answer to one question of `scripts/gpu_check`: checks and figures, written one by one, and a final line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speclen.cli.support.output import write_whole
 
 
 class Answer:
-    """Checks of one question. out: JSON, whole after every change."""
+    """Checks of one question. out: JSON file, complete after every change."""
 
     def __init__(self, question: str, out: Path) -> None:
         self.out = out
@@ -35,7 +35,7 @@ class Answer:
         self._write()
 
     def end(self) -> int:
-        """Print the last line. 0 unless a check failed, or there was none and nothing was skipped."""
+        """Print the last line. Returns 0 unless a check failed, or there was no check and nothing was skipped."""
         checks = self.document["checks"]
         failed = [name for name, passed in checks.items() if not passed]
         rest = f"; skipped: {'; '.join(self.skipped)}" if self.skipped else ""

@@ -2,7 +2,7 @@
 
     python -m speclen.bench.gpu.own_engine cold|sampling|engine --out RESULT.json [--dry-run]
 
-Needs torch, transformers and numpy, and nothing of this project's environment but its source. For cold and sampling the
+Needs torch, transformers, numpy and this project's source, but not its environment. For cold and sampling the
 models have random weights in the shape of an 8B Llama's layers. The last line begins with pass, fail or skipped.
 """
 
@@ -55,7 +55,7 @@ Prompt = tuple[int, ...]
 
 
 def main() -> int:
-    """0 unless the answer is no."""
+    """Exit code 0 unless a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=ANSWERS)
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
@@ -116,7 +116,7 @@ def prompts_of(num: int, length: int) -> list[list[int]]:
 
 
 def answer_cold(answer: Answer, dry: bool) -> None:
-    """Seconds to ready with nothing compiled, captures while serving, and attention against torch's."""
+    """Seconds until ready with nothing compiled, captures while serving, and attention compared with torch's."""
     pair = make_pair(dry)
     begun = time.monotonic()
     engine = make_engine(pair, dry)
@@ -211,7 +211,7 @@ def measured(engine: Engine, sampling: SamplingParams, num_rows: int, num_tokens
 
 
 class VaryingLengths:
-    """Another length at every step, 0 included; the same ones for the same seed."""
+    """A random length at every step, 0 included, by seed."""
 
     wants_evaluations = False
 
@@ -272,7 +272,7 @@ def check_outputs(answer: Answer, pair: ModelPair, num_requests: int, recorder: 
 
 
 def check_launches(answer: Answer, engine: Engine, prompts: Sequence[Prompt], max_tokens: Sequence[int]) -> None:
-    """Serve requests again, and count how often the host waits for the device before all passes of a step are launched."""
+    """Serve requests again and count how often the host waits for the device before a step's passes are all launched."""
     launch, num_waits, device = engine.runner.launch, 0, engine.pair.device
 
     def watched(plan: StepPlan) -> LaunchedStep:
@@ -297,7 +297,7 @@ def check_launches(answer: Answer, engine: Engine, prompts: Sequence[Prompt], ma
 
 
 def check_memory(answer: Answer, engine: Engine, prompts: Sequence[Prompt], rounds: int = 3) -> None:
-    """Serve more requests of the same shapes; the device's memory and the recordings must stay."""
+    """Serve more requests of the same shapes; the device's memory must not grow."""
     before = allocated(engine.pair.device)
     for _ in range(rounds):
         generate(engine, prompts, [8] * len(prompts))
@@ -308,7 +308,7 @@ def check_memory(answer: Answer, engine: Engine, prompts: Sequence[Prompt], roun
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of tensors on the device; 0 on a CPU, which does not tell."""
+    """Bytes of tensors on the device; 0 on a CPU, where they are unknown."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, with a bundled pair as its models. Nothing of the weights passes through a disk."""
+"""A vLLM engine in this process with a bundled pair, whose weights are not written to disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, CONTEXT_TOKENS = 32, 1024
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The pair, and where and how it is computed. lengths: to compare."""
+    """A pair with its device and dtype. lengths: speculation lengths to compare."""
 
     target: str
     draft: str
@@ -32,7 +32,7 @@ DRY = Models("bundled:target", "bundled:draft", "cpu", "float32", (0, 1, 3, 5))
 
 
 def set_environment(models: Models, runner: str, controller: str) -> None:
-    """To be called before vLLM is imported. controller: its address."""
+    """Set variables before vLLM is imported. controller: its address."""
     os.environ.update(
         VLLM_USE_V2_MODEL_RUNNER="1" if runner == "v2" else "0",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",

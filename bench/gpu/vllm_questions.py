@@ -1,4 +1,4 @@
-"""Questions about vLLM under the plugin on a GPU, each by some engines with different settings, one process after the other.
+"""Questions about vLLM with the plugin on a GPU, each answered by engines with different settings, one after the other.
 
     python -m speclen.bench.gpu.vllm_questions draft-model|eagle3|v1|hybrid --seconds 200 --out RESULT.json [--dry-run]
 
@@ -36,15 +36,15 @@ from speclen.bench.gpu.vllm_engine import (
     write_config,
 )
 
-NOBODY = "127.0.0.1:9"  # no controller listens there
+NOBODY = "127.0.0.1:9"  # nothing listens there
 CLOCK = (0.97, 1.03)  # reported over true time of steps
-ALIKE = 0.6  # tokens as at length 0, relative to one constant length: in 16 bits lengths break ties differently
+ALIKE = 0.6  # agreement with length 0, relative to one fixed length: in 16 bits lengths break ties differently
 STEPS_EACH = 5  # between two changes of the length
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine. draft: a method of vLLM. speculative: more of its settings. measures: names of functions here."""
+    """One engine. draft: a method of vLLM. speculative: further settings. measures: names of functions in this module."""
 
     name: str
     draft: str
@@ -71,7 +71,7 @@ QUESTIONS = {
 
 
 def main() -> int:
-    """0 unless the answer is no."""
+    """Exit code 0 unless a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=QUESTIONS)
     parser.add_argument("--seconds", type=float, default=600.0, help="for all engines")
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def found_by(answer: Answer, name: str, arguments: list[str], until: float) -> dict[str, Any] | None:
-    """Measurements of the engine of that name, in a process of its own; None where it was skipped or failed."""
+    """Measurements of the engine of that name, from a separate process; None if it was skipped or failed."""
     out = answer.out.with_suffix(f".{name.replace(' ', '-')}.json")
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", __spec__.name, *arguments, "--row", name, "--out", str(out)]
@@ -111,7 +111,7 @@ def found_by(answer: Answer, name: str, arguments: list[str], until: float) -> d
 
 
 def judge(answer: Answer, found: dict[str, dict[str, Any]], dry: bool) -> None:
-    """Check what the engines of a question have measured. dry: speed tells nothing, since other processes run."""
+    """Check the measurements of a question's engines. dry: ignore speed, since other processes run."""
     for name, facts in found.items():
         for size, ratio in facts.get("clock", {}).items():
             answer.check(
@@ -119,7 +119,7 @@ def judge(answer: Answer, found: dict[str, dict[str, Any]], dry: bool) -> None:
             )
         if "outputs" in facts:
             alike, wanted = facts["outputs"], ALIKE * facts["one_length"]
-            varied = facts["distinct"] > 8  # else they would be alike by chance
+            varied = facts["distinct"] > 8  # otherwise they could agree by chance
             answer.check(
                 f"{name}: outputs", varied and alike >= wanted, f"{alike:.2f} alike, at one length {wanted / ALIKE:.2f}"
             )
@@ -141,7 +141,7 @@ def judge(answer: Answer, found: dict[str, dict[str, Any]], dry: bool) -> None:
 
 
 def run_row(row: Row, models: Models, out: Path) -> None:
-    """Write what the engine measures, after every measurement."""
+    """Write the engine's measurements, after each one."""
     facts: dict[str, Any] = {"row": asdict(row)}
 
     def write() -> None:
@@ -176,7 +176,7 @@ def run_row(row: Row, models: Models, out: Path) -> None:
 
 
 def why_not(row: Row, models: Models) -> str:
-    """Why an engine cannot run here; "" if it can."""
+    """Reason why an engine cannot run here; "" if it can."""
     from vllm.config import SpeculativeConfig
 
     on_cpu = models.device == "cpu"
@@ -229,8 +229,8 @@ def write_random_head(models: Models, folder: Path) -> Path:
 
 
 def register_random() -> None:
-    """Make the load format "random": vLLM's dummy weights, which are so small that a prompt gives one token again and again,
-    as large as those of a model before it is trained.
+    """Register the load format "random": vLLM's dummy weights, scaled to those of an untrained model. Unscaled, every prompt
+    gives one token repeatedly.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -275,7 +275,7 @@ def write_hybrid(models: Models, folder: Path) -> Path:
 
 
 class Measured(Loop):
-    """A loop with numbers of steps and tokens that suit the device."""
+    """A loop whose numbers of steps and tokens suit the device."""
 
     def __init__(self, engine: Any, models: Models) -> None:
         super().__init__(engine)
@@ -306,7 +306,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def drafting(loop: Measured, facts: dict[str, Any]) -> None:
-    """Milliseconds of the draft, and of whole steps, at each length and 16 rows."""
+    """Milliseconds of drafting and of whole steps, at each length and 16 sequences."""
     facts["draft_ms"], facts["step_ms"] = {}, {}
     for length in loop.lengths:
         loop.use(length)
@@ -330,7 +330,7 @@ class Drafts:
 
 @contextmanager
 def timed_drafts(core: Any) -> Iterator[Drafts]:
-    """Time what drafts, under either model runner. After the block the device is done."""
+    """Time the drafter of either model runner; the device is synchronised after the block."""
     import torch
 
     runner, found = core.model_executor.driver_worker.worker.model_runner, Drafts()
@@ -360,7 +360,7 @@ def timed_drafts(core: Any) -> Iterator[Drafts]:
 
 
 def clock(loop: Measured, facts: dict[str, Any]) -> None:
-    """The plugin's times of steps over the true ones, at few rows and many."""
+    """Ratio of reported to true step times, for few and many sequences."""
     loop.use(None)
     reported: list[tuple[float, float]] = []  # when, and seconds of the step
     report = loop.steering.control.report
@@ -381,7 +381,7 @@ def clock(loop: Measured, facts: dict[str, Any]) -> None:
 
 
 def outputs(loop: Measured, facts: dict[str, Any]) -> None:
-    """Share of greedy tokens, before the first that differs, that are those of length 0, at one length and at several."""
+    """Share of greedy tokens before the first difference from length 0, with one length and with several."""
     lengths = (3, 0) if facts["row"]["draft"] == "mtp" else loop.lengths
     prompts = [prompt_of(number) for number in range(8)]
     expected = loop.outputs(prompts, loop.num_tokens, lambda step: loop.use(0))
@@ -396,7 +396,7 @@ def num_alike(tokens: list[int], others: list[int]) -> int:
 
 
 def sampled(loop: Measured, facts: dict[str, Any]) -> None:
-    """Requests with top-p, and with a grammar, end as they should."""
+    """Check that requests with top-p and with a grammar end correctly."""
     from vllm.sampling_params import StructuredOutputsParams
 
     loop.use(None)
@@ -418,7 +418,7 @@ def sampled(loop: Measured, facts: dict[str, Any]) -> None:
 
 
 def graphs(loop: Measured, facts: dict[str, Any]) -> None:
-    """Shares of decoding passes of the target in full graphs, by length, with a length that changes."""
+    """Share of the target's decoding passes that run in full graphs, by length, while lengths change."""
     facts["graphs"] = {"share_full": {}}
     try:
         from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager as Manager

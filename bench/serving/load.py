@@ -1,7 +1,7 @@
 """The client of the serving benchmark: sends requests over gRPC and notes when their tokens came.
 
-A request is sent when the track says so, whether or not earlier ones have finished, and its latency counts from that
-moment, so that a server which falls behind cannot hide it. In a closed loop it is sent when another ends.
+A request is sent at its planned time, whether or not earlier ones have finished, and its latency counts from that time,
+so that a server which falls behind cannot hide it. In a closed loop it is sent when another ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Prompt = Sequence[int]
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Times, counts and output of one request. Times in seconds since the track began; None: it did not happen.
+    """Times, counts and output of one request. Times in seconds since the block began; None: it did not happen.
 
     error: empty for a request that got all the tokens it asked for.
     """
@@ -50,7 +50,7 @@ class RequestOutcome:
 
 
 def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
-    """With a seed, so that every policy generates the same tokens; past end tokens, unless the model ends its answer."""
+    """The request with a seed, so that every policy generates the same tokens; end tokens are ignored unless ends_itself."""
     return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=pb.SamplingParams(
@@ -64,7 +64,7 @@ def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
 
 
 async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float], num_tokens: int) -> None:
-    """Read one answer to its end and fill in the outcome; errors end up in it, too."""
+    """Read one answer to its end and fill in the outcome, or its error."""
     try:
         async for response in call:
             if outcome.first_token_s is None:
@@ -101,7 +101,7 @@ async def open_loop(
 ) -> list[RequestOutcome]:
     """Send every request at its time and wait for all answers; one outcome per arrival, in order.
 
-    at_once: at most so many at a time; the others' time comes when one before them has ended.
+    at_once: at most this many at a time; each further request is sent when an earlier one ends.
     """
     prepare_aio()
     outcomes = [RequestOutcome(arrival.at_s) for arrival in arrivals]
@@ -130,8 +130,8 @@ async def open_loop(
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """One block under one policy. Latencies count from the moment that the track says to the last token; where requests
-    wait for each other, from that at which theirs has come.
+    """One block under one policy. Latencies count from the planned time to the last token; in a closed loop, from the time
+    of sending.
 
     latency_sum_s, percentiles: of the requests that got all their tokens; num_failed: the others, errors: why. late_s: the
     99th percentile of how much later than planned requests were sent.
@@ -160,7 +160,7 @@ class BlockFigures:
 
 @dataclass(slots=True)
 class ServedBlock:
-    """outcomes: one per arrival, in order. num_row_steps: steps, over the sequences in each."""
+    """outcomes: one per arrival, in order. num_row_steps: sum of sequences over all steps."""
 
     outcomes: list[RequestOutcome]
     num_steps: int
@@ -211,13 +211,13 @@ def figures_of(served: ServedBlock) -> BlockFigures:
     )
 
 
-LENGTHS = range(5)  # the one that serves a full worker fastest is short
+LENGTHS = range(5)  # the fastest length of a full worker is short
 REQUESTS_PER_SLOT = 4
-OF_ITS_OWN = 1_000_000  # a number that no round comes to
+OF_ITS_OWN = 1_000_000  # larger than the number of any round
 
 
 def busy_block(track: str, slots: int, seed: int) -> Block:
-    """Requests of the track for every slot, all there from the start."""
+    """Requests of the workload for every slot, all sent at the start."""
     times = np.zeros(REQUESTS_PER_SLOT * slots)
     arrivals = draw_requests(np.random.default_rng([seed, OF_ITS_OWN]), times, recipe_of(track).mix)
     return Block(track, OF_ITS_OWN, 0.0, tuple(arrivals), slots)
@@ -226,7 +226,7 @@ def busy_block(track: str, slots: int, seed: int) -> Block:
 def busy_rate(outcomes: Sequence[RequestOutcome]) -> float:
     """Tokens per second until the last request was sent, when every slot was busy.
 
-    Tokens of an answer that ran on count as if they had come evenly. Raises ValueError naming why a request failed.
+    Tokens of an answer that ended later count as if they had come evenly. Raises ValueError naming why a request failed.
     """
     if error := next((one.error for one in outcomes if one.error), None):
         raise ValueError(f"measuring the capacity failed: {error}")

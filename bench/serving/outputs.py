@@ -1,9 +1,9 @@
-"""Are outputs the same under every policy, as the engine promises?
+"""Check that outputs are the same under every policy.
 
-Each request has a seed, so every policy must generate the same tokens. Where two outputs part, the target alone, in float32
-and one token at a time, says how good each of the two tokens is at that place, noise included. Arithmetic in 16 bits
-depends in its last bits on who shares the batch, so two tokens that are as good as each other may change places; anything
-else is a wrong output, and ends the comparison with an error.
+Each request has a seed, so every policy must generate the same tokens. Where two outputs diverge, the target alone, in
+float32 and one token at a time, gives the logits of both tokens, noise included. The last bits of 16-bit arithmetic depend
+on the batch, so two tokens of nearly equal logits are a tie; any other difference is a wrong output and ends the
+comparison with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from speclen.bench.serving.traffic import Arrival
 # logit. Differences of bfloat16's top logits deviate from float32's by 0.5% of that (root mean square; 0.02 of 5 in the
 # bundled target, 0.11 of 21 in SmolLM2-135M), and in the tail of some ten thousand comparisons by eight times that.
 TIES = {"float32": (1e-3, 0.0), "float16": (0.06, 0.005), "bfloat16": (0.35, 0.04)}
-MAX_EXAMINED = 120  # parted outputs that the target is asked about in one run; the choice among more is by seed
+MAX_EXAMINED = 120  # diverging outputs that are judged in one run; more are sampled by seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,13 @@ class Parting:
 # so it can speak for them, at a hundredth of the cost.
 SMALL_TWIN = "bundled:target"
 
-# Logits that the worse of a parting's two tokens lies below the best one at that place, noise included; and the largest
-# logit there.
+# Gap in logits between the best token and the worse of a parting's two tokens, noise included; and the largest logit.
 Judge = Callable[[Parting], tuple[float, float]]
 
 
 @dataclass(slots=True)
 class OutputCheck:
-    """Compared outputs of a whole run. num_compared: pairs with the first policy's; num_same: equal in every token."""
+    """Compared outputs of a whole run. num_compared: pairs with the first policy; num_same: pairs equal in every token."""
 
     num_compared: int = 0
     num_same: int = 0
@@ -56,7 +55,7 @@ class OutputCheck:
     def add(
         self, arrivals: Sequence[Arrival], prompts: Sequence[Prompt], outcomes: Mapping[str, Sequence[RequestOutcome]]
     ) -> None:
-        """Compare one block's outputs of every policy with the first one's; failed requests have none."""
+        """Compare one block's outputs of every policy with those of the first; failed requests are skipped."""
         (first, reference), *others = outcomes.items()
         for name, found in others:
             for arrival, prompt, a, b in zip(arrivals, prompts, reference, found, strict=True):
@@ -70,7 +69,7 @@ class OutputCheck:
                 self.partings.append(parting((first, name), arrival, prompt, a.output_ids, b.output_ids))
 
     def verdict(self, judge: Judge, dtype: str, seed: int = 0) -> dict[str, Any]:
-        """The summary that is written into results. Raises ValueError when an output is wrong."""
+        """Summary for the results. Raises ValueError if an output is wrong."""
         chosen = self.partings
         if len(chosen) > MAX_EXAMINED:
             chosen = random.Random(seed).sample(chosen, MAX_EXAMINED)
@@ -99,7 +98,7 @@ class OutputCheck:
 def parting(
     policies: tuple[str, str], arrival: Arrival, prompt: Prompt, first: Sequence[int], second: Sequence[int]
 ) -> Parting:
-    """first, second: unequal outputs of equal length. Raises ValueError when one is the other's beginning."""
+    """The parting of two unequal outputs. Raises ValueError if one is a prefix of the other."""
     place = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     if place is None:
         raise ValueError(
@@ -111,7 +110,7 @@ def parting(
 
 def target_alone(target: str) -> Judge:
     """A judge: the target in float32 on the CPU, without engine, cache or batch."""
-    import torch  # here, since it takes seconds
+    import torch  # imported here, since it takes seconds
 
     from speclen.worker.models.loading import load_pair
     from speclen.worker.sampling.noise import exponential, make_key
@@ -126,7 +125,7 @@ def target_alone(target: str) -> Judge:
         if one.temperature:
             key = torch.tensor([make_key(one.sampling_seed, 0)])
             noise = exponential(key, torch.tensor([[len(one.prefix)]]), logits.shape[0])[0, 0]
-            # The race of `choose`: the largest of probability / noise. In units of logits, so times the temperature.
+            # Sampling takes the largest probability / noise; in units of logits that is scaled by the temperature.
             logits = logits - one.temperature * noise.log()
         return float(logits.max() - logits[list(one.tokens)].min()), float(largest)
 

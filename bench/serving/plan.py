@@ -15,7 +15,7 @@ from speclen.worker.config import WorkerConfig
 
 
 def parse_policies(text: str, settings: WorkerConfig) -> list[str]:
-    """The names of "adaptive,none,fixed:1-8,n-gram". Raises UserError naming one that the worker would not take."""
+    """Names in a list such as "adaptive,none,fixed:1-8,n-gram". Raises UserError naming a policy that a worker refuses."""
     names = [expanded for name in text.split(",") if name.strip() for expanded in expand(name.strip())]
     if not names:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
@@ -39,7 +39,7 @@ def expand(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Settings, checked as far as possible before anything starts."""
+    """Settings of a comparison, checked as far as possible before anything starts."""
 
     settings: WorkerConfig
     track: str = setting("mixed", f"{', '.join(TRACKS)}.")
@@ -63,11 +63,11 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Of the policies. Raises UserError naming one that is unknown."""
+        """Names of the policies. Raises UserError naming one that is unknown."""
         return parse_policies(self.compare, self.settings)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that figures depend on and that are known before anything starts."""
+        """Settings that figures depend on."""
         return {
             "policies": self.names,
             "worker": {name: getattr(self.settings, name) for name in SETTINGS},

@@ -3,7 +3,10 @@
 All text comes with Python itself, so that every machine with the same Python draws the same prompts: source files that the
 bundled pair did not see in training, and Python's reference manual. The bundled models follow no instructions, so each
 kind asks in a way that a model of source code continues: an edited file begins as the file before it began, what is
-extracted stands in an `__all__`.
+extracted belongs to an `__all__`.
+
+Prompts of chat models fill the templates of chat.toml. Half of them are held out, by a hash of their text: workloads and
+measurements draw from these only, and drafts are trained on the others.
 """
 
 from __future__ import annotations
@@ -47,17 +50,17 @@ class ChatPrompts:
         return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
     def messages(self, kind: str, seed: int, held_out: bool = True) -> list[dict[str, str]]:
-        """The same as messages of a chat."""
+        """The prompt as messages of a chat."""
         roles = ("user", "assistant")
         turns = self.turns(kind, seed, held_out)
         return [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
 
     def turns(self, kind: str, seed: int, held_out: bool = True) -> list[str]:
-        """Messages of user and assistant in turn, the user first and last."""
+        """Messages of user and assistant in turn; the first and the last are the user's."""
         rng = random.Random(seed)
         while True:
             template = rng.choice(self._texts[kind]["prompts"])
-            # Of a conversation at least two questions.
+            # A conversation has at least two questions.
             template = template[: rng.randrange(min(3, len(template)), len(template) + 1, 2)]
             turns = fill(template, self._texts["words"], rng)
             if is_held_out("\n".join(turns)) == held_out:
@@ -65,7 +68,7 @@ class ChatPrompts:
 
 
 def fill(template: Sequence[str], words: dict[str, list[str]], rng: random.Random) -> list[str]:
-    """The texts with their placeholders replaced, alike in all of them."""
+    """The texts with placeholders replaced, the same in all texts."""
     chosen: dict[tuple[str, str | None], str] = {}
 
     def value(match: re.Match[str]) -> str:
@@ -108,7 +111,7 @@ class PromptDrawer:
         self._chat: ChatPrompts | None = None
 
     def draw(self, kind: str, num_tokens: int, seed: int) -> tuple[int, ...]:
-        """Exactly num_tokens ids; for chat models as many as the text has.
+        """Exactly num_tokens token ids; for chat kinds as many as the text has.
 
         Raises ValueError for an unknown kind, too few tokens for it, or a tokenizer without a chat template.
         """

@@ -1,4 +1,4 @@
-"""Shows a comparison: as tables for people, and as a JSON file with every block."""
+"""Print a comparison as tables, and write it as JSON with every block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
-    """facts: what the figures depend on; everything but single requests is in the result."""
+    """The comparison as JSON, without single requests. facts: settings that the figures depend on."""
     first, *others = comparison.policies
     return {
         **facts,
@@ -43,9 +43,9 @@ def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]
 
 
 def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Tokens per second by policy and requests at a time: that number times tokens over summed latency (Little's law).
+    """Tokens per second by policy and concurrency: concurrency times tokens over summed latency (Little's law).
 
-    Over a block's time, its end would count, when fewer are under way: the longer, the longer one request's answer is.
+    Dividing by the block's duration would include its end, when fewer requests run.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in comparison.policies}
     for size, part in sorted(zip(sizes, comparison.parts, strict=True)):
@@ -57,7 +57,7 @@ def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dic
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """Indented but for the rounds, of which each is a line. Raises UserError naming the file."""
+    """Write JSON with one line per round. Raises UserError naming the file."""
     rounds = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document["rounds"])
     head = json.dumps({key: value for key, value in document.items() if key != "rounds"}, indent=1)[:-2]
     write_whole(path, f'{head},\n "rounds": [\n  {rounds}\n ]\n}}')
@@ -97,7 +97,7 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def print_latencies(comparison: Comparison, console: Console) -> None:
-    """Means over blocks, and latencies over that of the first policy, which is the one that the comparison is about."""
+    """Print means over blocks, and the ratio of latencies to the first policy."""
     first = comparison.policies[0]
     headings = [name for name, _, _ in COLUMNS]
     table = table_of("request latency in seconds, means over blocks", *headings, f"over {first}")
@@ -109,7 +109,7 @@ def print_latencies(comparison: Comparison, console: Console) -> None:
 
 
 def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Comparison], console: Console) -> None:
-    """rates: by policy. parts: by requests at a time, both."""
+    """Print rates by policy and ratios to the first policy, by concurrency."""
     sizes, (first, *others) = sorted(parts), rates
     console.print("by requests at a time:")
     rate = table_of("tokens/s", *map(str, sizes))
@@ -123,6 +123,6 @@ def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Compariso
 
 
 def in_words(ratio: Ratio) -> str:
-    """The ratio with half the width of its interval; a dash for fewer than two blocks without failure."""
+    """The ratio with half the width of its interval; a dash for fewer than two blocks without failures."""
     interval = ratio.interval
     return "–" if interval is None else f"{interval.value:.3f} ±{100 * interval.half_width:.1f}%"

@@ -19,7 +19,7 @@ from speclen.bench.serving.load import BlockFigures
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959964
-LEAST_BLOCKS = 6  # below it an interval is shown and called too short
+LEAST_BLOCKS = 6  # with fewer, the interval is reported as too short
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Of the ratio, relative: 0.03 for 3%."""
+        """Half the width relative to the ratio: 0.03 for 3%."""
         return math.sqrt(self.high / self.low) - 1.0
 
 
@@ -71,7 +71,7 @@ def student_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One block, served by every policy. number: which block. order: of the policies."""
+    """One block, served by every policy in this order. number: of the block."""
 
     number: int
     order: tuple[str, ...]
@@ -82,7 +82,7 @@ class Round:
 class Ratio:
     """Mean latency of `policy` over that of `reference`; below 1: faster.
 
-    num_blocks: that both served without failure; interval: None for fewer than two of them.
+    num_blocks: blocks that both served without failure; interval: None for fewer than two.
     """
 
     policy: str
@@ -93,7 +93,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """All rounds of a track. policies: the one it is about first. turns: kinds of blocks that take turns, judged apart."""
+    """All rounds of a workload. policies: the first is compared with the others. turns: kinds of blocks, kept apart."""
 
     policies: tuple[str, ...]
     rounds: list[Round] = field(default_factory=list)
@@ -101,14 +101,14 @@ class Comparison:
 
     @property
     def parts(self) -> list[Comparison]:
-        """Of the rounds of each kind, in order of their numbers' remainders; all of them where there is one kind."""
+        """A comparison for each kind of block, in order of the remainders of their numbers."""
         if self.turns == 1:
             return [self]
         kinds = [[one for one in self.rounds if one.number % self.turns == turn] for turn in range(self.turns)]
         return [Comparison(self.policies, rounds) for rounds in kinds]
 
     def ratio(self, policy: str, reference: str) -> Ratio:
-        """Of the blocks that both served without failure."""
+        """Ratio over the blocks that both policies served without failure."""
         above, below = [], []
         for one in self.rounds:
             a, b = one.blocks[policy], one.blocks[reference]
@@ -118,20 +118,20 @@ class Comparison:
         return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
 
     def mean_latency_s(self, policy: str) -> float | None:
-        """Over all requests of the blocks that it served; None when it served none without failure."""
+        """Mean over all requests of the blocks without failures; None if there are none."""
         whole = [one.blocks[policy] for one in self.rounds if not one.blocks[policy].num_failed]
         if not whole:
             return None
         return sum(block.latency_sum_s for block in whole) / sum(block.num_requests for block in whole)
 
     def best_fixed(self) -> str | None:
-        """The fixed length with the least latency over the blocks that the first of them served as well."""
+        """The fixed length with the least latency, relative to the first fixed length on the same blocks."""
         fixed = [name for name in self.policies if name == "none" or name.startswith("fixed:")]
         against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
         return min(against, key=lambda name: against[name]) if against else None
 
     def notes(self) -> list[str]:
-        """Limits of the figures, in words."""
+        """Remarks on the limits of the figures."""
         found = list[str]()
         if (fewest := min(len(part.rounds) for part in self.parts)) < LEAST_BLOCKS:
             found.append(f"too short for its intervals: {fewest} rounds, fewer than {LEAST_BLOCKS}")
@@ -158,9 +158,9 @@ def run_rounds(
     say: Callable[[str], None],
     seed: int = 0,
 ) -> None:
-    """Add rounds until time is up; Ctrl-C keeps those that are complete.
+    """Add rounds until time_is_up; Ctrl-C keeps the complete ones.
 
-    A round is not begun that would, by the mean of those before, end after time_is_up (by clock).
+    A round is not started if, by the mean duration so far, it would end after time_is_up.
     """
     begun = clock()
     for number in range(1, max_rounds + 1):

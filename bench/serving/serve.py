@@ -1,4 +1,4 @@
-"""`speclen bench serve`: the same traffic for every policy, in short blocks on one warm worker, and what that says."""
+"""`speclen bench serve`: serve the same traffic by every policy, in short blocks on one warm worker, and compare."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from speclen.cli.support.output import UserError, check_place, say
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
-FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
+FIRST_LEARNING_BLOCK = 1_000_000  # larger than the number of any round
 
 
 @flags_from(Plan)
@@ -66,17 +66,17 @@ def serve(
 
 
 def plan_of(target: str, max_batch_size: int, others: dict[str, Any]) -> Plan:
-    """The plan that the flags describe. Raises ValueError for a setting outside its bounds."""
+    """The plan given by the flags. Raises ValueError for a setting outside its bounds."""
     of_plan = {name: others.pop(name) for name in settings_of(Plan)}
     return Plan(WorkerConfig(target=target, max_batch_size=max_batch_size, **others), **of_plan)
 
 
 def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
-    """Capacity, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs.
+    """Measure capacity, run rounds and check outputs. Raises UserError, or ValueError, also for wrong outputs.
 
-    reports: where to keep what `adaptive` has learned from.
+    reports: file for the database of `adaptive`.
     """
-    turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
+    turns = len(plan.recipe.at_once) or 1  # raises for an unknown workload, before anything starts
     comparison = Comparison(tuple(plan.names), turns=turns)
     with WarmWorker(plan.settings) as worker:
         session = Session(plan, worker)
@@ -96,9 +96,9 @@ def run(plan: Plan, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
 
 
 class Session:
-    """Policies on one worker, and the blocks that they serve.
+    """The policies of a plan on one worker, and the blocks that they serve.
 
-    capacity: tokens per second that loads are shares of. rates: by length, where it was measured.
+    capacity: tokens per second at a load of 1. rates: tokens per second by length, if measured.
     """
 
     def __init__(self, plan: Plan, worker: WarmWorker) -> None:
@@ -110,21 +110,21 @@ class Session:
         self.outputs = OutputCheck()
 
     def measure_capacity(self) -> None:
-        """Serve every slot by each fixed length, the second time to count. Raises ValueError with a sentence."""
+        """Keep every slot busy at each fixed length: first to warm up, then to measure. Raises ValueError with a reason."""
         say("capacity: every slot is busy for a while; --capacity TOKENS_PER_S does without")
         settings, slots = self.plan.settings, self.plan.settings.max_batch_size
         block = busy_block(self.plan.track, slots, self.plan.seed)
         prompts = self.drawer.for_arrivals(block.arrivals)
         for length in LENGTHS[: settings.max_length + 1 if settings.has_draft else 1]:
             policy = f"fixed:{length}"
-            # Shapes are new in the first requests.
+            # The first requests compile new shapes.
             self._serve(policy, replace(block, arrivals=block.arrivals[:slots]), prompts[:slots])
             self.rates.append(busy_rate(self._serve(policy, block, prompts).outcomes))
         self.capacity = max(self.rates)
         say(f"capacity: {self.capacity:.0f} tokens/s")
 
     def warm_up(self) -> None:
-        """One round that is not counted; then `adaptive` learns."""
+        """Run one round that is not counted; then let `adaptive` learn."""
         if "adaptive" in self.plan.names:
             self.worker.learn()
         say(f"warming up: one round of {self.block(0).duration_s:g} s a policy, which is not counted")
@@ -137,7 +137,7 @@ class Session:
         return make_block(plan.track, self.capacity, number, plan.seed, plan.block_s)
 
     def serve_round(self, number: int, order: Sequence[str]) -> Round:
-        """One block by every policy, in this order."""
+        """Serve one block by every policy, in this order."""
         block = self.block(number)
         prompts = self.drawer.for_arrivals(block.arrivals)
         served = {}
@@ -148,7 +148,7 @@ class Session:
         return Round(number, tuple(order), {name: figures_of(one) for name, one in served.items()})
 
     def learn(self) -> None:
-        """Let `adaptive` serve the track for a while before it is compared."""
+        """Let `adaptive` serve the workload for a while before it is compared."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
         say(f"`adaptive` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
@@ -156,7 +156,7 @@ class Session:
             self._serve("adaptive", block, self.drawer.for_arrivals(block.arrivals))
 
     def _serve(self, policy: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
-        """One block by one policy. Raises UserError when the worker is gone."""
+        """Serve one block by one policy. Raises UserError if the worker has ended."""
         self.worker.use(policy)
         try:
             return self.worker.runner.run(serve_block(self.worker.address, block, prompts))
@@ -164,7 +164,7 @@ class Session:
             raise UserError(f"the worker does not answer: {self.worker.last_line()}") from error
 
     def facts(self) -> dict[str, Any]:
-        """Facts that the figures depend on."""
+        """Settings and machine that figures depend on."""
         import torch
 
         plan, context, block = self.plan, self.worker.context(), self.block(0)

@@ -1,10 +1,10 @@
-"""A worker whose policy is exchanged while it runs, so that policies are compared on one warm process.
+"""A worker whose policy can be changed while it runs, so that policies are compared on one warm process.
 
     python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target", "profile": null}'
 
-It is an ordinary worker; what is special is a desk at which its parent, on stdin, says which policy the engine follows
-from now on. `adaptive` has a control client, which hears of the steps that it chose and of no others. Between policies
-nothing runs, and what was remembered of earlier prompts is forgotten, so that who comes second is not served faster.
+It is an ordinary worker that also reads commands from its parent on stdin, which select the engine's policy. The control
+client of `adaptive` receives only the steps that `adaptive` chose. Between policies nothing runs, and cached prompts are
+dropped, so that a later policy has no advantage.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SETTLE_S = 0.05  # for the engine's thread to end the step that finished the las
 
 @dataclass(slots=True)
 class Desk:
-    """Uses policies, one command a line. Every answer is one line, too.
+    """Executes commands, one JSON line each, and answers each with one line.
 
-    client: of `adaptive`, and its connection to the controller; None before it learns.
+    client: control client of `adaptive`. connection: its task. Both are None before it learns.
     """
 
     config: WorkerConfig
@@ -49,7 +49,7 @@ class Desk:
     connection: asyncio.Task[None] | None = None
 
     async def run(self, commands: asyncio.StreamReader) -> None:
-        """Answer until the parent closes the pipe or ends; then the worker ends as by SIGTERM."""
+        """Answer commands until the parent closes the pipe or ends; then end the worker as by SIGTERM."""
         while line := await commands.readline():
             try:
                 await self.obey(json.loads(line))
@@ -60,18 +60,18 @@ class Desk:
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def obey(self, command: dict[str, Any]) -> None:
-        """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
+        """Raises ValueError, KeyError or TypeError for an invalid command, TimeoutError if it takes too long."""
         verbs: dict[str, Callable[..., Any]] = {"learn": self.learn, "use": self.use}
         await verbs[command.pop("do")](**command)
 
     async def learn(self, controller: str) -> None:
-        """Join the controller at that address with a control client."""
+        """Connect a control client to the controller at that address."""
         client = self._client(controller=controller, worker_id="adaptive")
         self.client, self.connection = client, asyncio.create_task(client.run(at(controller)))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
     async def use(self, policy: str) -> None:
-        """Let the engine follow a policy from now on, once nothing runs any more."""
+        """Switch the engine to a policy once it is idle."""
         chooser = self._learner() if policy == "adaptive" else self._client(policy=policy)
         engine = self.front.engine
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
@@ -82,13 +82,13 @@ class Desk:
                 model.pool.forget()
 
     async def close(self) -> None:
-        """End the control client; nothing is measured any more."""
+        """End the control client."""
         if self.connection is not None:
             self.connection.cancel()
             await asyncio.gather(self.connection, return_exceptions=True)
 
     def _client(self, **changes: Any) -> ControlClient:
-        """As a worker with these settings has it."""
+        """The control client of a worker with these settings."""
         from speclen.worker.service.assembly import make_control  # here: it imports torch
 
         engine = self.front.engine
@@ -121,7 +121,7 @@ async def until(holds: Callable[[], bool], timeout_s: float, otherwise: str) -> 
 async def desk_front(
     config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, fail: Callable[[BaseException], None]
 ) -> AsyncIterator[str]:
-    """The desk, open for the length of the block."""
+    """Answer commands for the length of the block."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     desk = Desk(config, engine)
@@ -140,7 +140,7 @@ async def desk_front(
 
 
 def main() -> None:
-    """Serve until SIGTERM, or until the parent is gone."""
+    """Serve until SIGTERM, or until the parent ends."""
     from speclen.worker.backends.spinning import set_spins
 
     settings = json.loads(sys.argv[1])

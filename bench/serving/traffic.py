@@ -1,7 +1,9 @@
-"""Traffic to serve: when requests arrive, and what they ask.
+"""Workloads: when requests arrive, and their prompts and lengths.
 
-A track is a recipe for blocks of some seconds. Every policy serves the same block before the next one is drawn, so that
-what the machine does in a minute falls on all of them; the next block follows the same recipe from another seed.
+A workload is a recipe for blocks of some seconds. Every policy serves the same block before the next one is drawn, so that
+a slow minute of the machine affects all of them; the next block follows the same recipe from another seed.
+Rates are given as load, a share of the machine's capacity, so that a workload means the same on a laptop and on a GPU.
+Capacity is the rate of generated tokens at the best fixed length with every slot busy.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ CHAT_KINDS = ("chat-instruction", "chat-turns", "chat-code", "chat-edit", "chat-
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix of requests. kinds: with their shares, which add up to 1. temperatures: equally many of each.
+    """A mix of requests. kinds: with shares that add up to 1. temperatures: used equally often.
 
-    mean_tokens: of an answer. most_tokens: of an answer that the model ends by itself. None: the answer's length is drawn,
-    and end tokens are ignored.
+    mean_tokens: mean length of an answer. most_tokens: limit of an answer that the model ends by itself; None: the length is
+    drawn, and end tokens are ignored.
     """
 
     kinds: tuple[tuple[str, float], ...]
@@ -39,13 +41,13 @@ CHAT = Mix(tuple((kind, 1 / len(CHAT_KINDS)) for kind in CHAT_KINDS), (0.0, 0.7,
 # The paper's traffic: sparse and intense stretches take turns, here twice in a block. (Share of the block, load.)
 ALTERNATING = ((0.3, 0.15), (0.2, 0.8)) * 2
 GROWING = (1.0, 2.0, 3.0, 4.0)
-# The largest first: while it ends, it passes through all others, so that the round that is not counted warms all up.
+# The largest first: as it ends it passes through all smaller sizes, so that the warm-up round covers them.
 FALLING = (16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TrackRecipe:
-    """Recipe for the blocks of a named track.
+    """Recipe for the blocks of a named workload.
 
     at_once: requests under way, one number a block, in turn; the next request is sent when one ends. Empty: requests
     arrive at the loads of ALTERNATING. burstiness: coefficients of variation of the gaps between arrivals, gamma
@@ -76,13 +78,13 @@ TRACKS: dict[str, TrackRecipe] = {
 
 
 def recipe_of(track: str) -> TrackRecipe:
-    """Raises ValueError for a name that is no track's."""
+    """Recipe by name. Raises ValueError if the name is unknown."""
     if track not in TRACKS:
         raise ValueError(f"track {track!r} is unknown: use {', '.join(TRACKS)}")
     return TRACKS[track]
 
 
-# Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a block by much.
+# Output lengths are log-normal, as in traces of chat traffic, and bounded so that no request outlasts a block by much.
 OUTPUT_SIGMA = 0.6
 OUTPUT_RANGE = (8, 192)
 PROMPT_TOKENS = {
@@ -92,9 +94,9 @@ PROMPT_TOKENS = {
     "extract": (96, 128, 192),
     "quote": (96, 128, 160),
 }
-# A conversation's next turn sends all of it again, and as many tokens more.
+# A conversation's next turn sends all earlier turns again, and as many new tokens.
 FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
-# Of a closed loop: about as many seconds of work at every number at a time, and long against its end, when rows are few.
+# Requests of a closed loop: similar seconds of work at every concurrency, and long compared with its end.
 CLOSED_REQUESTS, CLOSED_REQUESTS_PER_ROW = 16, 4
 MAX_ARRIVALS = 100_000
 MAX_DRAWS = 20
@@ -102,10 +104,10 @@ MAX_DRAWS = 20
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. prompt_seed draws its prompt: the same seed, kind and number of tokens give the same prompt.
+    """One request. The same prompt_seed, kind and prompt_tokens give the same prompt.
 
-    Turns of one conversation share the seed, and each prompt begins with the one before. prompt_tokens: 0 where the text
-    decides. output_tokens: at most, where the model ends its answer. sampling_seed: of its noise.
+    Turns of one conversation share the seed, and each prompt begins with the previous one. prompt_tokens: 0 if the text
+    decides. output_tokens: the maximum if ends_itself, which means that the model ends its answer.
     """
 
     at_s: float
@@ -120,9 +122,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Arrivals in order of time, all before duration_s. number: of the round that it is drawn for.
+    """Arrivals in order of time, all before duration_s. number: of its round.
 
-    at_once: requests at a time, whatever at_s says; None: any number.
+    at_once: concurrency of a closed loop, which ignores at_s; None: an open loop.
     """
 
     track: str
@@ -135,9 +137,9 @@ class Block:
 def make_block(
     track: str, capacity_tokens_per_s: float, number: int = 0, seed: int = 0, duration_s: float | None = None
 ) -> Block:
-    """Draw a block. duration_s stretches or shortens the recipe's stretches alike.
+    """Draw a block. duration_s scales all stretches of the recipe.
 
-    Raises ValueError for an unknown track, a capacity or duration that is not positive, or a block without arrivals.
+    Raises ValueError for an unknown workload, a capacity or duration that is not positive, or a block without arrivals.
     """
     recipe = recipe_of(track)
     seconds = recipe.block_s if duration_s is None else duration_s
@@ -150,7 +152,7 @@ def make_block(
     expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
         raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --capacity or --block-s")
-    # Bursty traffic may leave a short block empty, which would say nothing: then it is drawn again.
+    # Bursty traffic may leave a short block empty: then it is drawn again.
     for attempt in range(MAX_DRAWS):
         rng = np.random.default_rng([seed, number, attempt])
         if arrivals := draw_arrivals(rng, recipe, rate, seconds, number):
@@ -159,7 +161,7 @@ def make_block(
 
 
 def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, seconds: float) -> Block:
-    """Requests that are all there from the start. seconds: against the recipe's, for fewer or more of them."""
+    """A closed loop's requests. seconds: scales their number relative to the recipe's duration."""
     at_once = recipe.at_once[number % len(recipe.at_once)]
     wanted = (CLOSED_REQUESTS + CLOSED_REQUESTS_PER_ROW * at_once) * seconds / recipe.block_s
     times = np.zeros(min(MAX_ARRIVALS, max(at_once, round(wanted))))
@@ -170,7 +172,7 @@ def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, second
 def draw_arrivals(
     rng: np.random.Generator, recipe: TrackRecipe, rate: float, seconds: float, number: int
 ) -> list[Arrival]:
-    """rate: requests per second at a load of 1."""
+    """Arrivals of an open loop. rate: requests per second at a load of 1."""
     arrivals: list[Arrival] = []
     start, turns, cv = 0.0, Conversations(rng), recipe.burstiness[number % len(recipe.burstiness)]
     for share, load in ALTERNATING:
@@ -183,9 +185,8 @@ def draw_arrivals(
 def arrival_times(rng: np.random.Generator, rate: float, length_s: float, cv: float) -> np.ndarray:
     """Times in [0, length_s) of a gamma renewal process of that rate per second.
 
-    It has been going on for long when the stretch begins, so that the rate is kept from the start: of the gap that is
-    under way then, which is a long one the more often the longer it is, any part may be over. Had an arrival just come, a
-    short stretch of bursty traffic would have a burst in it, however low its rate.
+    The process is stationary: a stretch begins at a random point of a gap, which is drawn in proportion to its length. If
+    it began at an arrival, a short stretch of bursty traffic would contain a burst, however low its rate.
     """
     expected = rate * length_s
     total = float(rng.random() * rng.gamma(1 / cv**2 + 1, cv**2))
@@ -202,7 +203,7 @@ def arrival_times(rng: np.random.Generator, rate: float, length_s: float, cv: fl
 def draw_requests(
     rng: np.random.Generator, times: np.ndarray, mix: Mix, turns: Conversations | None = None
 ) -> list[Arrival]:
-    """One request for each of these times. turns: conversations that are going on; None: none yet."""
+    """One request for each of these times. turns: open conversations; None: none yet."""
     names, shares = zip(*mix.kinds, strict=True)
     kinds = rng.choice(names, size=len(times), p=shares)
     temperatures = rng.choice(mix.temperatures, size=len(times))
@@ -228,14 +229,14 @@ def draw_seed(rng: np.random.Generator) -> int:
 
 
 class Conversations:
-    """Draws the next turn: the first of a new conversation, or the next one of a conversation that is going on."""
+    """Draws the first turn of a new conversation, or the next one of an open conversation."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._open: list[tuple[int, int]] = []  # seed and turns so far
 
     def next(self) -> tuple[int, int]:
-        """Seed of the conversation, and tokens of all that has been said."""
+        """Seed of the conversation, and tokens of all its turns so far."""
         seed, turns = draw_seed(self._rng), 0
         if self._open and self._rng.random() < CONTINUED_SHARE:
             seed, turns = self._open.pop(int(self._rng.integers(len(self._open))))

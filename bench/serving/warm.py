@@ -1,4 +1,4 @@
-"""One worker that stays, whose policies take turns, and a controller for the one that learns."""
+"""One warm worker whose policies take turns, and a controller for `adaptive`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from speclen.worker.profiling.file import read_document
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
-MAX_WAITING = 100_000  # requests that wait are measured, and none is refused
+MAX_WAITING = 100_000  # waiting requests are measured, and none is refused
 # Settings of a worker that a comparison may choose.
 SETTINGS = ("target", "draft", "device", "dtype", "max_batch_size", "max_length", "threads", "backend")
 
@@ -41,14 +41,14 @@ def free_address() -> str:
 
 @dataclass(slots=True)
 class WarmWorker:
-    """Worker and controller for the length of a `with` block; logs and database go with it."""
+    """Worker and controller for the length of a `with` block; logs and database are deleted with it."""
 
     settings: WorkerConfig
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
     controller: Child | None = None
     process: subprocess.Popen[str] | None = None
-    # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
+    # One event loop for all requests: gRPC's event queue stays bound to the first loop that uses it.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def __enter__(self) -> WarmWorker:
@@ -65,7 +65,7 @@ class WarmWorker:
         self.stop()
 
     def learn(self) -> None:
-        """Let the worker join a controller, for `adaptive`. Raises UserError when that does not start."""
+        """Start a controller for `adaptive` and connect the worker. Raises UserError if it does not start."""
         address, log = free_address(), Path(self.folder.name) / "controller.log"
         arguments = ["controller", "--listen", address, "--db", str(self._database)]
         self.controller = Child("controller", arguments, address, log, takes_settings=False)
@@ -78,16 +78,16 @@ class WarmWorker:
         self._tell(do="learn", controller=address)
 
     def use(self, policy: str) -> None:
-        """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
+        """Wait until the worker is idle and switch it to this policy; cached prompts are dropped."""
         self._tell(do="use", policy=policy)
 
     def keep_reports(self, target: Path) -> None:
-        """Copy the database of `adaptive`. Raises UserError when that cannot be written."""
+        """Copy the database of `adaptive`. Raises UserError if it cannot be written."""
         target.parent.mkdir(parents=True, exist_ok=True)
         copy_database(self._database, target)
 
     def context(self) -> control_pb2.ContextKey:
-        """The key under which a controller knows this worker's models and machine."""
+        """Context key of this worker's models and machine."""
         with grpc.insecure_channel(self.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             return stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
@@ -146,7 +146,7 @@ class WarmWorker:
         raise UserError(f"the worker did not start: {self.last_line()}")
 
     def _tell(self, **command: Any) -> None:
-        """One command, and the worker's answer to it. Raises UserError with the worker's own words when it refuses."""
+        """Send one command. Raises UserError with the worker's answer if it fails."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -1,7 +1,7 @@
 """The stages of scripts/fleet_check: a fleet on simulated Ray nodes, under load, and three deaths.
 
-Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where a
-check fails.
+Two different workers share one address: a worker, the controller and a node are killed, and load rises and falls. Exits
+with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Report:
 
 @dataclass
 class Check:
-    """A fleet with clients, and what is done to it."""
+    """A fleet with clients, and the faults that are injected."""
 
     report: Report
     up: Up
@@ -130,7 +130,7 @@ class Check:
         self.report.check(kept, f"no report that was on disk is lost ({num_reports} before)")
 
     def kill_node(self) -> None:
-        """A node goes, as if its plug were pulled: its worker is placed on the node that is free."""
+        """A node is removed without notice: its worker is placed on the free node."""
         self.report.say("", "## A node is lost, with its worker", "")
         victim = self.two_workers()[0]
         node = node_of(victim.server.process_id, self.nodes)
@@ -138,7 +138,7 @@ class Check:
         self.died(kill, lambda: self.replaced(victim), WORKER_AIM_S, "a new worker serves on another node")
 
     def crowd(self) -> None:
-        """Many more clients come, and go again: a worker is added, and taken away, and nobody loses a request by it."""
+        """Load rises and falls: a worker is added and removed, and no request is lost."""
         self.report.say("", "## A crowd comes and goes", "")
         began, crowded = time.monotonic(), Clients(self.up, CROWD)
         workers: dict[str, pb.GetServerInfoResponse] = {}
@@ -161,7 +161,7 @@ class Check:
         self.report.check(not failed, f"no request was lost by it: {statuses(ended)}")
 
     def two_workers(self) -> list[pb.GetServerInfoResponse]:
-        """Raises RuntimeError where there are not two in time."""
+        """The two active workers. Raises RuntimeError if there are not two in time."""
         found: list[pb.GetServerInfoResponse] = []
 
         def look() -> bool:
@@ -177,7 +177,7 @@ class Check:
         return len(now) == 2 and victim.server.process_id not in [each.server.process_id for each in now]
 
     def died(self, kill: Callable[[], None], recovered: Callable[[], bool], aim_s: float, what: str) -> None:
-        """Load, a death, load: what clients saw, and when it was as before."""
+        """Kill something under load; report failed requests and the time until recovery."""
         time.sleep(SETTLE_S)
         at = time.monotonic()
         kill()

@@ -1,4 +1,4 @@
-"""Clients of the one address, over gRPC and over HTTP: each streams one request after the other, and notes what it saw."""
+"""Clients of the fleet's address, over gRPC and HTTP: each streams one request after the other and records the result."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def over_http(up: Up) -> Iterator[Callable[[str], Iterator[int]]]:
 
 
 class Clients:
-    """So many clients over gRPC, and over HTTP, from now to `stop`."""
+    """Clients over gRPC and over HTTP that run until `stop`."""
 
     def __init__(self, up: Up, count: int, http_count: int = 0) -> None:
         self.requests: list[Request] = []

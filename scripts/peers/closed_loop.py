@@ -25,12 +25,12 @@ class Answer(NamedTuple):
 def closed_loop(
     server: Server, prompts: ChatPrompts, at_once: int, first_seed: int, num_requests: int = SET
 ) -> dict[str, float]:
-    """Tokens per second and mean latency of so many clients, each of which asks again when it is answered.
+    """Tokens per second and mean latency of at_once clients, each of which sends a request when one is answered.
 
     Each client's first request is not counted. The next `num_requests` are: the same ones for every program, since answers
     of one kind take three times as long as those of another. The load stays full until all of them are answered. All
     are greedy: sampled, OpenVINO GenAI with a draft gives other texts than its target alone (docs/results/README.md).
-    Raises what a request raised.
+    Raises the error of a failed request.
     """
     numbers, answers, failed = itertools.count(), list[Answer](), threading.Event()
 
@@ -58,5 +58,5 @@ def closed_loop(
             raise
     latency_s = statistics.fmean(answer.latency_s for answer in answers)
     tokens = statistics.fmean(answer.num_tokens for answer in answers)
-    # By Little's law, since so many requests were under way all the time.
+    # By Little's law, since the concurrency is constant.
     return {"tokens_per_s": at_once * tokens / latency_s, "latency_mean_s": latency_s}

@@ -34,7 +34,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Settings of a run. sets: of requests that are counted at each load, up to four at a time; more at larger loads.
+    """Settings of a run. sets: sets of requests counted at each load up to 4 at a time; more at larger loads.
 
     learn_sets: the same, that `adaptive` serves at each load before it is measured there.
     """

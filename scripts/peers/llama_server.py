@@ -28,14 +28,14 @@ def main() -> None:
     if options.draft:
         draft = settings.speculative.draft
         draft.mparams.path = str(options.folder / "draft.gguf")
-        # Always so many tokens: p_min would cut drafts short by the draft's own confidence.
+        # Fixed lengths: p_min would shorten drafts by the draft's confidence.
         draft.n_max, draft.n_min, draft.p_min = options.draft, 0, 0.0
         settings.speculative.types = [TYPES.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
     if options.lookup:
         lookup = settings.speculative.ngram_simple
         lookup.size_n, lookup.size_m = LARGEST_NGRAM, options.lookup
         settings.speculative.types = [TYPES.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-    server = xllamacpp.Server(settings)  # which serves until it is collected
+    server = xllamacpp.Server(settings)  # which serves until it is garbage-collected
     print(server.listening_address, flush=True)
     threading.Event().wait()
 

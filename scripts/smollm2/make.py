@@ -31,7 +31,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> str:
-    """Raises ValueError for text that does not come back, or digits that share a token."""
+    """Raises ValueError for text that does not round-trip, or digits that share a token."""
     ids = tokenizer(TEXT)["input_ids"]
     if tokenizer.decode(ids) != TEXT:
         raise ValueError(f"{TEXT!r} comes back as {tokenizer.decode(ids)!r}")

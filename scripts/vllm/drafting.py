@@ -23,7 +23,7 @@ LARGEST, ROWS = 5, 3
 
 
 class Counting(StandaloneARSpeculator):
-    """As far as a dummy run without attention goes. passes: of the draft model, that over the prompt included."""
+    """The speculator's dummy run without attention. passes: passes of the draft model, prefill included."""
 
     max_model_len = 64  # a property in some versions
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"SPECLEN_CONTROLLER": "127.0.0.1:9"}  # nobody: the lengths are drawn here
+os.environ |= {"SPECLEN_CONTROLLER": "127.0.0.1:9"}  # nothing listens there: the lengths are drawn here
 
 import torch
 from vllm import SamplingParams, __version__
@@ -47,7 +47,7 @@ class Step:
 
 
 def overlapping_scheduler(folder: Path, rows: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> Any:
-    """Ours, as an engine whose device overlaps steps makes it. rows: the most sequences of a step."""
+    """Our scheduler, as an engine with overlapping steps makes it. rows: the most sequences of a step."""
     for name in (DRY.target, DRY.draft):
         write_config(name, DRY.dtype, folder_of(folder, name))
     speculative = {
@@ -95,7 +95,7 @@ class Drive:
     in_flight: deque[Step] = field(default_factory=deque)
     reports: list[Any] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("steps", "over", "forbidden", "resumed"), 0))
-    unfinished: set[str] = field(default_factory=set)  # sequences whose prompt goes on
+    unfinished: set[str] = field(default_factory=set)  # sequences that are still in prefill
 
     def __post_init__(self) -> None:
         steering, drawn = self.scheduler.steering, lengths(self.dice)
@@ -133,7 +133,7 @@ class Drive:
         self.in_flight.append(Step(output, in_prompt, unfinished))
 
     def take(self) -> None:
-        """Take the oldest result, of which sequences accept as many drafts as are drawn; hold the report against it."""
+        """Process the oldest result, with a random number of accepted drafts, and compare the report with it."""
         step = self.in_flight.popleft()
         names, drafts = list(step.output.num_scheduled_tokens), step.output.scheduled_spec_decode_tokens
         self.maybe_abort()

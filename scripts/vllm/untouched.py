@@ -1,4 +1,4 @@
-"""vLLM stays as it is where the plugin has no part in it, and serves where the plugin refuses. Runs in vLLM's environment.
+"""vLLM is unchanged where the plugin is not used, and serves where the plugin refuses. Runs in vLLM's environment.
 
     python scripts/vllm/untouched.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from speclen.bench.gpu.vllm_engine import DRY, folder_of, register_loader, set_environment, write_config
 
-NOBODY = "127.0.0.1:9"  # no controller listens there
+NOBODY = "127.0.0.1:9"  # nothing listens there
 PARD = {"parallel_drafting": True}
 PROMPTS = [list(range(7, 7 + 20 * number)) for number in range(1, 4)]
 OURS = "speclen.integrations.vllm.Scheduler"

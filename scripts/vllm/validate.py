@@ -1,4 +1,4 @@
-"""Ask vLLM's own validator whether it takes the output of `speclen export --format vllm`, read from stdin."""
+"""Ask vLLM's own validator whether it accepts the output of `speclen export --format vllm`, read from stdin."""
 
 import json
 import sys

@@ -34,7 +34,7 @@ def values(pool: KVPool, row: int, length: int) -> set[float]:
 
 
 def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: on a GPU the engine ended while it cleared up after a fault: inference tensors are written in inference mode."""
+    """Story: on a GPU the engine ended while it cleared up a fault: inference tensors are written in inference mode."""
     monkeypatch.setattr(kv_cache.sys, "platform", "elsewhere")  # allocated in full, as on a GPU
     with torch.inference_mode():
         pool = filled()
