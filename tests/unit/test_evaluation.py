@@ -153,9 +153,10 @@ def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: No
     torch.manual_seed(0)
     one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
     chooser, played = Arms(PLAIN, wants_evaluations=True), Arms(Arm(1))
-    for arms, seed, number in ((chooser, 3, 42), (played, 4, 60)):
-        requests = [request(str(at), [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(number)]
-        generate(engine_of(arms, seed=seed, max_batch_size=6), *requests)
+    engine, other = engine_of(chooser, seed=3), engine_of(played, seed=4)
+    for at in range(42):  # one by one, since at most one output of a step is evaluated for every arm
+        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
+    generate(other, *(request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(60)))
     told = told_by(chooser)
     num_tokens, num_steps = sum(each.num_tokens for each in told), sum(each.num_steps[1] for each in told)
     assert num_tokens > 2000
