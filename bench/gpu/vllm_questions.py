@@ -36,7 +36,7 @@ from speclen.bench.gpu.vllm_engine import (
     write_config,
 )
 
-NOBODY = "127.0.0.1:9"  # nothing listens there
+UNREACHABLE = "127.0.0.1:9"  # nothing listens there
 CLOCK = (0.97, 1.03)  # reported over true time of steps
 ALIKE = 0.6  # agreement with length 0, relative to one fixed length: in 16 bits lengths break ties differently
 STEPS_EACH = 5  # between two changes of the length
@@ -148,7 +148,7 @@ def run_row(row: Row, models: Models, out: Path) -> None:
         out.write_text(json.dumps(facts, indent=1))
 
     runner = "v1" if models.device == "cpu" else row.runner
-    set_environment(models, runner, NOBODY)
+    set_environment(models, runner, UNREACHABLE)
     if runner == "default":
         del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
     if reason := why_not(row, models):

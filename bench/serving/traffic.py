@@ -67,13 +67,11 @@ TRACKS: dict[str, TrackRecipe] = {
         MIXED,
         burstiness=GROWING,
     ),
-    "closed": TrackRecipe("mixed requests, always so many at a time", MIXED, 5.0, FALLING),
+    "closed": TrackRecipe("mixed requests at a fixed concurrency", MIXED, 5.0, FALLING),
     "closed-wide": TrackRecipe("as closed, up to 32 at a time", MIXED, 5.0, (32, 16, 4, 1)),
-    "closed-copying": TrackRecipe("edits, extraction and quotes, always so many at a time", COPYING, 5.0, FALLING),
+    "closed-copying": TrackRecipe("edits, extraction and quotes at a fixed concurrency", COPYING, 5.0, FALLING),
     "chat": TrackRecipe("a chat model that ends its answers; sparse and intense stretches take turns", CHAT, 40.0),
-    "closed-chat": TrackRecipe(
-        "a chat model that ends its answers, always so many requests at a time", CHAT, 40.0, FALLING
-    ),
+    "closed-chat": TrackRecipe("a chat model that ends its answers, at a fixed concurrency", CHAT, 40.0, FALLING),
 }
 
 

@@ -192,7 +192,7 @@ class Check:
             words = each.words.partition("\n")[0]
             self.report.say(f"- `{each.status}` after {each.num_tokens} tokens: {words[:160]}")
         self.report.check(back_s is not None and back_s <= aim_s, f"{what} after {told(back_s)} (aim {aim_s:g})")
-        served = "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry"
+        served = "requests that had not begun to stream were served, by Ray's routing or by the client's one retry"
         self.report.check(all(each.num_tokens for each in failed), served)
 
 

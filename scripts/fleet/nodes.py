@@ -93,7 +93,7 @@ class Up:
             return answer
 
     def workers(self, wanted: int, looks: int = 4) -> dict[str, pb.GetServerInfoResponse]:
-        """The workers that answer at the one address, by name: asked again until so many were met."""
+        """Workers that answer at the fleet's address, by name; asked repeatedly until this many have answered."""
         found: dict[str, pb.GetServerInfoResponse] = {}
         for _ in range(looks):
             with contextlib.suppress(grpc.RpcError):

@@ -42,7 +42,7 @@ def helps(terminal: Terminal) -> None:
 
 
 def readme(terminal: Terminal) -> None:
-    """README's own commands, beside the `speclen up` that it starts, on the default ports."""
+    """README's own commands, next to the `speclen up` that it starts, on the default ports."""
     print("\n## README's commands, in 80 columns")
     _, serve, *use = blocks("README.md", "sh")[1].strip().splitlines()
     up = terminal.start(serve)

@@ -17,7 +17,7 @@ from typing import Any
 
 from speclen.bench.gpu.vllm_engine import DRY, folder_of, register_loader, set_environment, write_config
 
-NOBODY = "127.0.0.1:9"  # nothing listens there
+UNREACHABLE = "127.0.0.1:9"  # nothing listens there
 PARD = {"parallel_drafting": True}
 PROMPTS = [list(range(7, 7 + 20 * number)) for number in range(1, 4)]
 OURS = "speclen.integrations.vllm.Scheduler"
@@ -52,7 +52,7 @@ def served(folder: Path, scheduler: str | None, **speculative: Any) -> tuple[lis
 
 
 def main() -> None:
-    set_environment(DRY, "v1", NOBODY)
+    set_environment(DRY, "v1", UNREACHABLE)
     register_loader(DRY)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

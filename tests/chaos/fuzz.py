@@ -135,7 +135,7 @@ def fuzz(place: Place) -> str:
     return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
 
 
-@fault("Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.")
+@fault("Controller and worker answer each with a status and stay SERVING; a client next to them gets every token.")
 def fuzz_sockets(place: Place) -> str:
     """Damaged and extreme messages go to a real controller and a real worker over gRPC and HTTP while a client asks."""
     front, counts = free_address(), Counter[str]()

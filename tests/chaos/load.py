@@ -120,4 +120,4 @@ class Load:
 
     def summary(self) -> str:
         failed = {code: count for code, count in self.codes.items() if code != "OK"}
-        return f"{self.codes['OK']} answers, each the target's own" + (f", beside {failed}" if failed else "")
+        return f"{self.codes['OK']} answers, each the target's own" + (f", apart from {failed}" if failed else "")

@@ -43,7 +43,7 @@ BACKENDS = [
 
 @functools.cache
 def models(family: str, noise: float = 0.1) -> tuple[Any, Any]:
-    with torch.inference_mode(False):  # whoever asks first, others may run them outside of it
+    with torch.inference_mode(False):  # the models may later run outside of inference mode
         target = tiny_models.build(family)
         draft = tiny_models.noisy_copy(target, noise)
         return target.to(DEVICE), draft.to(DEVICE)

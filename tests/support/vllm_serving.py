@@ -10,7 +10,7 @@ from tests.support import fake_vllm
 from tests.support.control_fakes import served
 from tests.support.waiting import PATIENCE_S, until
 
-NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
+UNREACHABLE = "127.0.0.1:9"  # the discard port: nothing listens there
 
 
 def serve(scheduler, num_steps=20, num_requests=2):

@@ -122,7 +122,7 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     rows = StepRows(lengths, 4, pool.device)
     run(fed(rows, 20, 23, num_logits=3))
     run(fed(rows, 23, 24, num_logits=1, column=3))
-    # A row that decodes beside two prompts that go on, of other rows than blocks have numbers.
+    # A sequence decodes next to two that prefill, in other slots than the numbers of their blocks.
     first = StepRows(lengths[:1] + 4, 1, pool.device)
     prompts = [prompt_part(row, ids[row, 30:51].tolist(), int(lengths[row]) + 4, pool.device) for row in (1, 2)]
     run(fed(first, 24, 25, num_logits=1), *prompts)

@@ -49,7 +49,7 @@ def check_reports(chooser: RandomLengths) -> None:
     assert sum(record.num_tokens - record.batch_size for record in alone) > 0, (
         "n-grams that are always rejected prove nothing"
     )
-    assert sum(record.num_tokens - record.batch_size for record in both) > 8, "nor would drafts beside them"
+    assert sum(record.num_tokens - record.batch_size for record in both) > 8, "nor do drafts that are always rejected"
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", "gpt2"), ("opt", "gemma2"), ("mistral", "gpt_neox")])

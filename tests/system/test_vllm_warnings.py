@@ -8,28 +8,28 @@ import pytest
 
 from speclen.integrations.vllm import settings
 from tests.support import fake_vllm
-from tests.support.vllm_serving import NOBODY, controller, serve
+from tests.support.vllm_serving import UNREACHABLE, controller, serve
 from tests.support.waiting import until
 
 
 def test_the_cost_of_the_hooks_is_logged_now_and_then(scheduler_for, caplog, monkeypatch):
     monkeypatch.setattr("speclen.integrations.vllm.steering.TELL_S", 0.1)
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
         serve(scheduler)
         until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
 
 
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_is_logged(scheduler_for, caplog):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
         assert serve(scheduler, num_requests=2)[1:] == [5] * 19
         assert serve(scheduler, num_requests=6)[1:] == [2] * 19
         until(lambda: "no controller yet" in caplog.text, what="told")
         time.sleep(1.5)  # two more attempts
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
-    assert NOBODY in told[0]
+    assert UNREACHABLE in told[0]
     assert "correct SPECLEN_CONTROLLER" in told[0], "the way out"
 
 
@@ -56,7 +56,7 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
 )
 def test_bad_input_is_one_warning_and_vllm_keeps_serving(scheduler_for, caplog, variables, changes, named, way_out):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": NOBODY, **variables})
+        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": UNREACHABLE, **variables})
         serve(scheduler)
     [told] = caplog.records
     assert told.levelno == logging.WARNING
@@ -85,7 +85,7 @@ WithoutField = type("SchedulerOutput", (), {"__dataclass_fields__": FIELDS})
 def test_an_unsupported_vllm_is_one_warning_and_keeps_serving(monkeypatch, scheduler_for, caplog, change, is_on, words):
     change(monkeypatch)
     with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
         assert (scheduler.steering is not None) is is_on
         serve(scheduler)
     assert [words in record.getMessage() for record in caplog.records].count(True) == 1
@@ -111,7 +111,7 @@ def test_a_wrong_token_and_another_run_are_logged_with_advice(tmp_path, schedule
 
 @pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
 def test_a_failure_in_a_hook_disables_the_hooks_alone(scheduler_for, caplog, hook):
-    scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
+    scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
     steering = scheduler.steering
 
     def fail(*_):

@@ -16,7 +16,7 @@ from speclen.integrations.vllm import settings, startup
 from speclen.integrations.vllm.steering import MIN_SAMPLES
 from speclen.transport.embedded import serving
 from tests.support import fake_vllm
-from tests.support.vllm_serving import NOBODY, check_reported, controller, joined, serve
+from tests.support.vllm_serving import UNREACHABLE, check_reported, controller, joined, serve
 from tests.support.waiting import until
 
 SLOW_S = 0.4
@@ -101,7 +101,7 @@ def test_only_requests_that_wait_for_time_keep_probes_waiting(scheduler_for, num
     """Under saturation requests wait at every step, and no probe would ever begin."""
     config = fake_vllm.config(scheduler_config__max_num_seqs=num_slots)
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, num_slots, 5)]
-    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=UNREACHABLE)
     control, asked = scheduler.steering.control, []
     choose = control.choose
     control.choose = lambda size, with_prefill=False: asked.append(with_prefill) or choose(size, with_prefill)
@@ -125,7 +125,7 @@ def test_v2_only_uses_lengths_with_graphs(tmp_path, scheduler_for):
 
 def test_lengths_with_graphs_are_logged(scheduler_for, caplog):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=NOBODY)
+        scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=UNREACHABLE)
     assert "full graphs for decoding at lengths 2, 5, which alone may be chosen; 0 graphs are for" in caplog.text
 
 
@@ -136,7 +136,7 @@ PREPARED = {"additional_config": {"speclen": {"table": [[1, 8, 4]]}}}
 def test_the_users_table_is_the_fallback_of_the_captured_one(scheduler_for, replicas, is_on):
     """Replicas that step together in this process have none, as without the plugin."""
     config = fake_vllm.config(**FULL_GRAPHS, **PREPARED, parallel_config__data_parallel_size=replicas)
-    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=UNREACHABLE)
     assert scheduler.dynamic_sd_lookup == ([0, *[4] * 8] if is_on else None)
     assert (scheduler.steering is not None) is is_on
     if is_on:
@@ -144,7 +144,7 @@ def test_the_users_table_is_the_fallback_of_the_captured_one(scheduler_for, repl
 
 
 def test_connectors_see_the_chosen_length(scheduler_for):
-    scheduler, seen = scheduler_for(SPECLEN_CONTROLLER=NOBODY, SPECLEN_WORKER_POLICY="fixed:4"), []
+    scheduler, seen = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE, SPECLEN_WORKER_POLICY="fixed:4"), []
     scheduler.connector = SimpleNamespace(
         build_connector_meta=lambda output: seen.append(output.num_spec_tokens_to_schedule)
     )
@@ -156,9 +156,9 @@ def test_connectors_see_the_chosen_length(scheduler_for):
 def test_engines_with_one_process_id_and_host_name_are_different_workers(scheduler_for, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     monkeypatch.setattr("os.getpid", lambda: 1)  # as in two containers
-    ids = {scheduler_for(SPECLEN_CONTROLLER=NOBODY).steering.control.card.worker_id for _ in range(2)}
+    ids = {scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE).steering.control.card.worker_id for _ in range(2)}
     ids |= {
-        scheduler_for(SPECLEN_CONTROLLER=NOBODY, SPECLEN_WORKER_WORKER_ID="mine").steering.control.card.worker_id
+        scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE, SPECLEN_WORKER_WORKER_ID="mine").steering.control.card.worker_id
         for _ in range(2)
     }
     assert len(ids) == 4

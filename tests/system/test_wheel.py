@@ -70,7 +70,7 @@ def test_the_base_package_changes_nothing_next_to_vllm() -> None:
     assert all(version in base[name].specifier for name, versions in BESIDE_VLLM.items() for version in versions)
 
 
-# Engines that load us, and not the other way round: whoever runs one has it, under one of several names.
+# Engines that load the plugin, and are not dependencies of ours: they have several distribution names.
 HOSTS = {"vllm"}
 # Distributions under another name than what they import as.
 DISTRIBUTIONS = {

@@ -138,7 +138,7 @@ def test_a_second_writer_is_refused_under_any_name_until_the_first_is_gone(tmp_p
     first.close()
     with pytest.raises(StoreError, match="closed"):
         first.submit(moment([2]), lambda error: None)
-    if kind == "hard link":  # its WAL lies beside one of the names
+    if kind == "hard link":  # its WAL lies next to one of the names
         with pytest.raises(StoreError, match="2 names"):
             Store.open(second)
     else:
@@ -189,7 +189,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         with pytest.raises(StoreError, match=rf"{name} cannot be opened because it is a .*: name a file with --db"):
             Store.open(tmp_path / name)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"file", "folder.db", "pipe.db"}, "a lock was left beside a folder that was given for a file"
+    assert left == {"file", "folder.db", "pipe.db"}, "a lock was left next to a folder given as a file"
 
 
 def fill_up(connection: Connection) -> None:

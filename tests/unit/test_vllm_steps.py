@@ -107,7 +107,7 @@ def test_prefilling_sequences_do_not_count_and_flag_the_step():
     engine.step()
     assert engine.results()[-1].batch_size == 1
     assert StepFlag.PREFILL in engine.results()[-1].flags
-    assert engine.control.asked[-1] == (1, True), "the prompt is not done: one row decodes next, beside it"
+    assert engine.control.asked[-1] == (1, True), "prefill is not done: one sequence decodes in the next step"
     engine.step()
     assert (engine.results()[-1].batch_size, engine.control.asked[-1][0]) == (1, 2)
     assert StepFlag.PREFILL in engine.results()[-1].flags
