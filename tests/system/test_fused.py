@@ -135,8 +135,8 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """All passes are captured before serving; there are more requests than slots, and prompts arrive while others decode."""
-    settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 100, "prefill_chunk": 24}
-    requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=8) for at in range(4)]
+    settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 64, "prefill_chunk": 24}
+    requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=4) for at in range(4)]
     expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
     monkeypatch.setattr(llama, "kernels_for", lambda device: fused)
     monkeypatch.setattr(captured_model, "MOST_BLOCKS", 4)  # the interpreter takes seconds for 32
