@@ -30,10 +30,10 @@ from rich.table import Table
 from speclen.bench.figures import spread
 from speclen.cli.support.client import free_port
 from speclen.cli.support.processes import Child
-from speclen.transport.aio import prepare_aio
+from speclen.transport.servers import prepare_aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.models.devices import processor_name
+from speclen.worker.models.machine import processor_name
 
 METHOD = "/speclen.v1.ControlService/StreamReports"
 WINDOW = 4  # unanswered messages of one worker; a real worker has about as many

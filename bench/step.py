@@ -25,9 +25,9 @@ from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
 from speclen.cli.support.output import UserError, user_errors, write_whole
 from speclen.records import PLAIN, Arm, StepRecord
+from speclen.worker.arms import FixedArm
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
-from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.speculative import LaunchedStep
 from speclen.worker.models.loading import ModelPair, load_pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from speclen.cli.support.flags import LazyGroup, Verbs
-from speclen.worker.backends.spinning import set_spins
+from speclen.worker.backends import set_spins
 
 VERBS: Verbs = {
     "serve": (

@@ -21,11 +21,11 @@ from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.output import UserError, check_place, say, user_errors, wrapped, write_whole
 from speclen.controller.estimator import Estimator
-from speclen.controller.wire.validation import read_profile
+from speclen.controller.wire.messages import read_profile
 from speclen.records import Limits
 from speclen.store.queries import contexts, stored_profiles
 from speclen.transport.credentials import ClientSecurity
-from speclen.worker.backends.spinning import set_spins
+from speclen.worker.backends import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.file import ProfileDocument, read_document

@@ -14,12 +14,11 @@ from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.output import LiveLine, UserError, say
 from speclen.records import ContextKey
 from speclen.worker.engine.preparation import EngineConfig, prepare
+from speclen.worker.frontend.server import context_key
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.file import ProfileDocument
-from speclen.worker.profiling.profiler import Profiler, ProfileSettings
+from speclen.worker.profiling.profiler import Profiler, ProfileSamples, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.stats import ProfileSamples
-from speclen.worker.reporting.identity import context_key
 
 
 def core_context(pair: ModelPair, backend: str = "auto", check_models: bool = True) -> ContextKey:

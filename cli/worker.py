@@ -15,11 +15,11 @@ from speclen.cli.support.output import UserError, say
 from speclen.records import Limits
 from speclen.transport.embedded import EMBEDDED, serving
 from speclen.transport.supervision import PartFailedError
-from speclen.worker.backends.spinning import set_spins
+from speclen.worker.backends import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
 from speclen.worker.profiling.file import table_from_file
-from speclen.worker.reporting.card import controllers
+from speclen.worker.reporting.control_stream import controllers
 
 
 @flags_from(WorkerConfig)
@@ -37,7 +37,7 @@ def worker(**settings: Any) -> None:
         say(f"starting a worker on {config.listen}")
         set_spins()  # takes effect only before torch is imported
         from speclen.transport.logs import set_up_logs
-        from speclen.worker.service.server import serve
+        from speclen.worker.frontend.server import serve
 
         set_up_logs(config.log_level)
         if config.http_listen:

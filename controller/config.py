@@ -11,7 +11,7 @@ from speclen.transport.settings import check_bounds, setting
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig(ServerSecurity):
-    """Everything that `speclen controller` can be told. Raises ValueError with one sentence that names the flag."""
+    """Settings of `speclen controller`. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7070", "Address of the service, HOST:PORT; port 0 for a free one.")
     db: Path | None = setting(None, "Database file; default: speclen.db in the data directory.")

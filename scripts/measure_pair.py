@@ -17,7 +17,7 @@ from speclen.bench.generate import generate
 from speclen.bench.serving.prompts import ChatPrompts
 from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.records import Arm, StepRecord
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from speclen.worker.backends.spinning import SPINS
+from speclen.worker.backends import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 from speclen.bench.serving.prompts import ChatPrompts
 from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.records import PLAIN
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput

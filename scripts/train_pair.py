@@ -26,7 +26,7 @@ from training import Optimizers, completed, save, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from speclen.records import PLAIN
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair
 from speclen.worker.models.naming import BUNDLED_FOLDER

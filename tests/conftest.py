@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from speclen.store.database import Store
-from speclen.transport.aio import prepare_aio
+from speclen.transport.servers import prepare_aio
 from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

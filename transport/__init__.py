@@ -1,1 +1,4 @@
-"""Parts that controller and worker share: addresses, TLS, tokens, logs, supervision. Imports no other folder."""
+"""Parts of a server process that controller and worker share: addresses, TLS, tokens, settings, logs, supervision.
+
+It imports no other folder.
+"""

@@ -1,4 +1,4 @@
-"""Authentication of callers: certificates, or a bearer token on every method, health and reflection included."""
+"""Authentication: TLS certificates, or a bearer token on every method, including health and reflection."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from speclen.transport.address import is_loopback, split_address
-from speclen.transport.settings import setting
+from speclen.transport.settings import is_loopback, setting, split_address
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
 
 class Keyring:
-    """The bearer tokens that a server takes, and whose they are.
+    """The bearer tokens that a server accepts, and their holders.
 
-    Digests are compared, all of them and in constant time, so that neither a token's length nor its beginning leaks.
+    A token is compared by its digest with all accepted ones in constant time, so neither its length nor a prefix leaks.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._expected = [digest(f"Bearer {token}") for token in tokens]
 
     def caller(self, header: str | bytes) -> str | None:
-        """The sender of this `authorization`: None for a wrong one, "" where all callers share one token."""
+        """Holder of the token in this `authorization` header: None if it is wrong, "" if there is only one token."""
         given, found = digest(as_expected(header)), None
         for expected in self._expected:
             if hmac.compare_digest(given, expected):
@@ -38,13 +37,13 @@ class Keyring:
         return found if found is None or len(self._expected) > 1 else ""
 
     def caller_in(self, headers: Any) -> str | None:
-        """The same of a call's headers, or gRPC's metadata, which have to hold one `authorization`."""
+        """Holder of the token in HTTP headers or gRPC metadata, which must contain exactly one `authorization`."""
         given = [value for name, value in headers or () if name in ("authorization", b"authorization")]
         return self.caller(given[0]) if len(given) == 1 else None
 
 
 def as_expected(header: str | bytes) -> bytes:
-    """The header with its scheme as the digests have it: case does not matter there, nor spaces behind (RFC 9110, 11.4)."""
+    """The header in canonical form: the scheme's case and the spaces after it do not matter (RFC 9110, 11.4)."""
     given = header.encode() if isinstance(header, str) else header
     scheme, _, token = given.partition(b" ")
     return b"Bearer " + token.lstrip(b" ") if scheme.lower() == b"bearer" else given
@@ -56,7 +55,7 @@ def digest(text: str | bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ServerSecurity:
-    """TLS and tokens: settings of every server. Raises ValueError, naming flags, for a combination that cannot work."""
+    """TLS and token settings of every server. Raises ValueError, naming the flags, if a combination cannot work."""
 
     tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
@@ -67,16 +66,16 @@ class ServerSecurity:
 
     def __post_init__(self) -> None:
         if self.read_token_file is not None and self.token_file is None:
-            raise ValueError("--read-token-file needs --token-file: without that one anybody may call everything")
+            raise ValueError("--read-token-file needs --token-file: without it anyone may call everything")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key: give all three")
 
     def check_exposure(self, flag: str, address: str, tokens: bool = True) -> None:
-        """Raise ValueError for an address that other machines reach while nothing protects it.
+        """Raise ValueError if other machines can reach the address and nothing protects it.
 
-        tokens: its callers may prove who they are by a token, too.
+        tokens: True if a bearer token counts as protection, as well as a client certificate.
         """
         proven = self.tls_client_ca is not None or (tokens and self.token_file is not None)
         if is_loopback(split_address(flag, address)[0]) or self.insecure or (self.tls_cert is not None and proven):
@@ -87,7 +86,7 @@ class ServerSecurity:
         )
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Certificates as configured; None for a server without TLS. Raises ValueError."""
+        """The configured certificates; None for a server without TLS. Raises ValueError if they cannot be used."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         client_ca = None if self.tls_client_ca is None else read_authority("--tls-client-ca", self.tls_client_ca)
@@ -98,7 +97,7 @@ class ServerSecurity:
         )
 
     def interceptors(self) -> list[aio.ServerInterceptor]:
-        """The token check, when there is a token. Raises ValueError."""
+        """The token check, if tokens are configured. Raises ValueError if their files cannot be used."""
         keyring = self.keyring()
         if keyring is None:
             return []
@@ -106,15 +105,17 @@ class ServerSecurity:
             return [TokenInterceptor(keyring)]
         reading = read_tokens("--read-token-file", self.read_token_file)
         if any(keyring.caller(f"Bearer {token}") is not None for token in reading):
-            raise ValueError("--read-token-file holds a token of --token-file: whoever may only read needs another one")
+            raise ValueError(
+                "--read-token-file holds a token of --token-file: give read-only callers a token of their own"
+            )
         return [TokenInterceptor(keyring, Keyring(reading))]
 
     def keyring(self, flag: str = "--token-file") -> Keyring | None:
-        """The tokens, when there are any. Raises ValueError."""
+        """The accepted tokens, if any are configured. Raises ValueError if their file cannot be used."""
         return None if self.token_file is None else Keyring(read_tokens(flag, self.token_file))
 
     def add_port(self, server: aio.Server, address: str) -> int:
-        """Bind the server, with TLS when it is configured; the port. Raises OSError when the address is taken."""
+        """Bind the server, with TLS if configured, and return the port. Raises OSError if the address is taken."""
         credentials = self.credentials()
         try:
             if credentials is None:
@@ -124,12 +125,12 @@ class ServerSecurity:
             raise OSError(f"cannot listen on {address}: is it taken? Choose another with --listen") from error
 
 
-# What a method that changes nothing begins with: ours, and those of health and reflection.
+# Prefixes of methods that change nothing: our own, health's, and reflection's.
 READING = ("Get", "Check", "Watch", "List", "ServerReflectionInfo")
 
 
 class TokenInterceptor(aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN`. reading: tokens that are good for calls that change nothing."""
+    """Refuses calls without `authorization: Bearer TOKEN`. reading: tokens for calls that change nothing."""
 
     def __init__(self, keyring: Keyring, reading: Keyring | None = None) -> None:
         self._keyring, self._reading = keyring, reading
@@ -146,11 +147,11 @@ class TokenInterceptor(aio.ServerInterceptor):
             return refusing(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
         if method.startswith(READING):
             return await continuation(handler_call_details)
-        return refusing(grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
+        return refusing(grpc.StatusCode.PERMISSION_DENIED, "this token is read-only")
 
 
 def refusing(code: grpc.StatusCode, words: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that answers a call of any shape with the code; an unknown method gets the same answer as a known one."""
+    """Handler that answers any call with the status code. Unknown and known methods get the same answer."""
 
     async def refuse(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, words)
@@ -160,7 +161,7 @@ def refusing(code: grpc.StatusCode, words: str) -> grpc.RpcMethodHandler[Any, An
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """Credentials: settings of every client. prefix: of the flags that errors name."""
+    """Credential settings of every client. prefix: of the flags that errors name."""
 
     ca: Path | None = setting(None, "Authority of the server's certificate, PEM: speak TLS.")
     cert: Path | None = setting(None, "Certificate to show to the server, PEM.")
@@ -169,7 +170,7 @@ class ClientSecurity:
     prefix: str = "--"
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None for a plain channel. Raises ValueError when a file is of no use or only half is given."""
+        """Credentials of the channel; None without TLS. Raises ValueError if files are missing or cannot be used."""
         ca, cert, key = (f"{self.prefix}{name}" for name in ("ca", "cert", "key"))
         if (self.cert is None) != (self.key is None):
             raise ValueError(f"{cert} and {key} belong together: give both or none")
@@ -181,14 +182,14 @@ class ClientSecurity:
         return grpc.ssl_channel_credentials(read_authority(ca, self.ca), *own)
 
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Metadata of every call. Raises ValueError when the token cannot be read."""
+        """Metadata of every call: the token, if any. Raises ValueError if it cannot be read."""
         if self.token_file is None:
             return ()
         return (("authorization", f"Bearer {read_token(f'{self.prefix}token-file', self.token_file)}"),)
 
 
 def read_tokens(flag: str, path: Path) -> list[str]:
-    """The tokens in a file, one per line; empty lines and those that begin with # are left out. Raises ValueError."""
+    """The tokens in a file, one per line, without empty lines and comments (#). Raises ValueError if there are none."""
     lines = [line.strip() for line in read_file(flag, path).decode("utf-8", errors="replace").splitlines()]
     return [check_token(flag, path, line) for line in lines if line and not line.startswith("#")] or [
         check_token(flag, path, "")
@@ -196,7 +197,7 @@ def read_tokens(flag: str, path: Path) -> list[str]:
 
 
 def read_token(flag: str, path: Path) -> str:
-    """The one token in a file, without surrounding space. Raises ValueError."""
+    """The token in a file, without surrounding space. Raises ValueError if it cannot be read or is too weak."""
     return check_token(flag, path, read_file(flag, path).decode("utf-8", errors="replace").strip())
 
 
@@ -217,7 +218,7 @@ def read_file(flag: str, path: Path) -> bytes:
 
 
 def read_authority(flag: str, path: Path) -> bytes:
-    """Certificates in a PEM file. Raises ValueError: gRPC would print pages of errors, and then refuse every peer."""
+    """Certificates in a PEM file. Raises ValueError if there are none: gRPC would log pages and refuse every peer."""
     content = read_file(flag, path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
@@ -229,7 +230,7 @@ def read_authority(flag: str, path: Path) -> bytes:
 
 
 def read_pair(key_flag: str, key: Path, cert_flag: str, cert: Path) -> tuple[bytes, bytes]:
-    """Key and certificate chain, in gRPC's order. Raises ValueError when one is not PEM, or they do not belong together."""
+    """Key and certificate chain, in gRPC's order. Raises ValueError if one is not PEM, or if they do not match."""
     contents = read_file(key_flag, key), read_file(cert_flag, cert)
     for flag, path, content, word in (
         (key_flag, key, contents[0], "KEY"),

@@ -28,9 +28,8 @@ from typing import NamedTuple
 
 import structlog
 
-from speclen.transport.lifeline import end_after
-from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S
-from speclen.transport.version import installed_version
+from speclen.transport.settings import installed_version
+from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, end_after
 
 log = structlog.get_logger()
 

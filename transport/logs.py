@@ -1,4 +1,4 @@
-"""Logs of both servers: lines for people on a terminal, JSON for everything else, to one stream and in UTC."""
+"""Logging of both servers to one stream: readable lines on a terminal, else JSON. Times are UTC."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def set_up_logs(level: str = "info", stream: TextIO = sys.stderr) -> None:
-    """Send structlog's events, and the records of Python's own logging, to a stream, with time and level.
+    """Send structlog's events and the records of Python's `logging` to a stream, with time and level.
 
-    level: the least important that is shown, one of LEVELS. Raises ValueError for another.
+    level: the least severe one that is logged, of LEVELS. Raises ValueError for an unknown level.
     """
     if level not in LEVELS:
         raise ValueError(f"--log-level {level!r} is unknown: use {', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
@@ -37,7 +37,7 @@ def set_up_logs(level: str = "info", stream: TextIO = sys.stderr) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)
-    # Foreign records (gRPC's, transformers') take the same way as ours; of them only what somebody should act on.
+    # Records of other libraries (gRPC, transformers) are formatted like ours, but logged from warnings on only.
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
@@ -50,15 +50,17 @@ def set_up_logs(level: str = "info", stream: TextIO = sys.stderr) -> None:
 
 
 class Sparse:
-    """Lets one event of a kind through per interval, with the number of those before it: callers must not fill a disk."""
+    """Rate limit for logging: lets one event of each kind through per interval, so that callers cannot fill a disk."""
 
     def __init__(self, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
         self._clock = clock
-        self._last: dict[str, tuple[float, int]] = {}  # kind: when it was let through, and how many were not since
+        self._last: dict[
+            str, tuple[float, int]
+        ] = {}  # by kind: time of the last event logged, and number dropped since
 
     def pass_on(self, kind: str) -> int | None:
-        """None for an event to be left out, else how many of its kind were left out before it. Few kinds only."""
+        """None if this event is to be dropped, else the number dropped before it. kind: one of a few."""
         now = self._clock()
         at, left_out = self._last.get(kind, (float("-inf"), 0))
         if now - at < self._interval_s:
@@ -69,9 +71,9 @@ class Sparse:
 
 
 class ForeignFilter(logging.Filter):
-    """Of what another library logs at one place of its code, one record every some seconds, with how many were left out.
+    """Rate limit for records of other libraries, by the line of code that logs them.
 
-    Callers can have gRPC and uvicorn log a line for every message that is none, gRPC's with a traceback of its own code.
+    Callers can make gRPC and uvicorn log a line for every malformed message, gRPC with a traceback of its own code.
     """
 
     def __init__(self) -> None:

@@ -1,25 +1,59 @@
-"""Servers of gRPC: a service with health and reflection, and health alone on an address of its own.
+"""Servers of a process: a gRPC service with health and reflection, health alone, and the metrics page.
 
-The latter is for orchestrators whose probes know neither TLS nor tokens. It says whether the server serves, which a port
-scan would tell as well.
+Health alone, on an address of its own, is for orchestrators whose probes support neither TLS nor tokens. It reveals only
+whether the server serves, which a port scan would show as well. The metrics page, for Prometheus, is served from its own
+threads, and its metric families are built at each scrape.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from threading import Thread
 from typing import Any
 
+import structlog
 from grpc import aio
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from speclen.transport.address import check_free
-from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.credentials import ServerSecurity
 from speclen.transport.health import Health
+from speclen.transport.settings import check_free, split_address
 
-MOST_CALLS = 16  # probes at once; one more is refused
-MOST_FILES = 10_240  # open in a process: thousands of connections over gRPC, and as many over HTTP
+log = structlog.get_logger()
+
+METRICS_FLAG = "--metrics-listen"
+SILENCE_S = 10.0  # a reader that sends nothing for this long is disconnected
+Values = Mapping[Any, float]  # by the labels' values, a tuple
+# Options of every server. Clients may ping as often as they like, with and without a call: by default gRPC disconnects
+# clients that ping every ten seconds. Under load pings arrive in bursts, so no limit on them is safe.
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a taken port is an error; by default it would be shared silently
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+MOST_CALLS = 16  # concurrent health probes; further ones are refused
+MOST_FILES = 10_240  # open files of a process: thousands of gRPC connections and as many over HTTP
+
+
+@cache
+def prepare_aio() -> None:
+    """Keep gRPC's poller thread alive until the process exits. Call this before creating anything of grpc.aio.
+
+    When the last object of grpc.aio is destroyed, gRPC stops its poller and joins it. The poller wakes the event loop with
+    one byte per event through a socket pair. Under load some 280 bytes fill the pair, and the poller blocks until the loop
+    reads them. If the loop has ended by then, nothing reads, and the process hangs at exit. One more reference keeps the
+    poller running; it is a daemon thread and dies with the process.
+
+    Do not make the socket pair non-blocking instead: all events then get through at once, and with 2,000 busy streams
+    gRPC's server cancels some of them.
+    """
+    aio.init_grpc_aio()  # type: ignore[attr-defined]  # left out of the published types
 
 
 async def create_server(
@@ -30,9 +64,9 @@ async def create_server(
     options: Sequence[tuple[str, Any]],
     most_calls: int | None = None,
 ) -> tuple[aio.Server, int, Health]:
-    """A server with a service, health and reflection, not started yet, its port, and the health to set.
+    """Create, but do not start, a server with a service, health and reflection. Returns it with its port and its health.
 
-    Raises OSError when the address cannot be bound, ValueError when certificates or tokens cannot be read.
+    Raises OSError if the address cannot be bound, ValueError if certificates or tokens cannot be read.
     """
     prepare_aio()
     allow_many_files()
@@ -46,7 +80,7 @@ async def create_server(
 
 
 def enable_reflection(server: aio.Server, service: str) -> None:
-    """Describe the services to callers, where `speclen[reflection]` is installed."""
+    """Add gRPC server reflection if `speclen[reflection]` is installed."""
     try:
         from grpc_health.v1 import health  # with the description of that service
         from grpc_reflection.v1alpha import reflection
@@ -71,9 +105,9 @@ async def set_health(health: Health, service: str, status: int) -> None:
 
 @asynccontextmanager
 async def probed(address: str, health: Health) -> AsyncIterator[int]:
-    """Answer health at an address for the length of a block, which gets the port; "" for nowhere.
+    """Serve health alone at an address while the block runs, and yield the port; with the address "", serve nothing.
 
-    Raises ValueError or OSError in one sentence for an address that cannot be used.
+    Raises ValueError or OSError with one sentence if the address cannot be used.
     """
     if not address:
         yield 0
@@ -89,3 +123,72 @@ async def probed(address: str, health: Health) -> AsyncIterator[int]:
         yield port
     finally:
         await server.stop(None)
+
+
+class Families:
+    """Builds metric families whose names begin with a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        return GaugeMetricFamily(f"{self._prefix}_{name}", text, value=value)
+
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        return CounterMetricFamily(f"{self._prefix}_{name}", text, value=value)
+
+    def gauges(self, name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+        return _filled(GaugeMetricFamily(f"{self._prefix}_{name}", text, labels=labels), values)
+
+    def counters(self, name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
+        return _filled(CounterMetricFamily(f"{self._prefix}_{name}", text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """A running metrics page. address: with the real port if 0 was asked for."""
+
+    address: str
+    server: Any
+    thread: Thread
+
+
+def serve_page(address: str, registry: CollectorRegistry, security: ServerSecurity) -> MetricsPage:
+    """Serve the page on HOST:PORT. Raises OSError if the port cannot be bound, ValueError if the address is malformed."""
+    host, port = split_address(METRICS_FLAG, address)
+    files = {"certfile": security.tls_cert, "keyfile": security.tls_key, "client_cafile": security.tls_client_ca}
+    tls: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+    try:
+        server, thread = start_http_server(
+            port, addr=host, registry=registry, client_auth_required="client_cafile" in tls, **tls
+        )
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another with {METRICS_FLAG}") from error
+    bound_readers(server)
+    thread.name = "the metrics page"
+    return MetricsPage(f"{'https' if tls else 'http'}://{host}:{server.server_port}/metrics", server, thread)
+
+
+def bound_readers(server: Any) -> None:
+    """Complete each TLS handshake in the reader's own thread, with a timeout.
+
+    The library would complete it in the thread that accepts connections. A silent connection would then block all others,
+    and the exit of the process.
+    """
+    if hasattr(server.socket, "do_handshake_on_connect"):  # with TLS; without it the first read does the handshake
+        server.socket.do_handshake_on_connect = False
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENCE_S})
+    server.handle_error = log_error
+
+
+def log_error(request: object, client_address: object) -> None:
+    """Log an unexpected error of a request. Broken connections and failed TLS handshakes are ignored."""
+    error = sys.exception()
+    if not isinstance(error, OSError):
+        log.error("the metrics page cannot be served", client=client_address, exc_info=error)

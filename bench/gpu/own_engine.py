@@ -33,10 +33,9 @@ from speclen.bench.generate import GREEDY, generate
 from speclen.bench.gpu.answers import Answer
 from speclen.cli.support.machine import machine
 from speclen.records import Arm, StepRecord
+from speclen.worker.arms import ArmChoice, FixedArm
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
-from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
-from speclen.worker.drafting.arm_chooser import ArmChoice, FixedArm
+from speclen.worker.backends.torch.captured_model import CapturedModel, Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import SAMPLING_BYTES, EngineConfig, prepare
 from speclen.worker.engine.speculative import LaunchedStep

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speclen.worker.models.loading import load_pair, load_tokenizer
-from speclen.worker.models.source import locate
+from speclen.worker.models.loading import load_pair, load_tokenizer, locate
 from speclen.worker.models.widen import widened_config
 
 ROWS, CONTEXT_TOKENS = 32, 1024

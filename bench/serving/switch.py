@@ -27,8 +27,8 @@ from speclen.worker.config import WorkerConfig
 if TYPE_CHECKING:  # they import torch, which must see its settings first
     from prometheus_client import CollectorRegistry
 
+    from speclen.worker.frontend.async_engine import AsyncEngine
     from speclen.worker.reporting.control_client import ControlClient
-    from speclen.worker.service.async_engine import AsyncEngine
 
 JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
@@ -89,7 +89,7 @@ class Desk:
 
     def _client(self, **changes: Any) -> ControlClient:
         """The control client of a worker with these settings."""
-        from speclen.worker.service.assembly import make_control  # here: it imports torch
+        from speclen.worker.frontend.server import make_control  # here: it imports torch
 
         engine = self.front.engine
         return make_control(replace(self.config, **changes), engine.pair, engine)
@@ -141,13 +141,13 @@ async def desk_front(
 
 def main() -> None:
     """Serve until SIGTERM, or until the parent ends."""
-    from speclen.worker.backends.spinning import set_spins
+    from speclen.worker.backends import set_spins
 
     settings = json.loads(sys.argv[1])
     config = WorkerConfig(**settings | {"profile": settings["profile"] and Path(settings["profile"]), "controller": ""})
     set_spins()  # before torch is imported
     from speclen.transport.logs import set_up_logs
-    from speclen.worker.service.server import serve
+    from speclen.worker.frontend.server import serve
 
     set_up_logs("info")
     asyncio.run(serve(config, lambda message: print(message, file=sys.stderr, flush=True), desk_front))

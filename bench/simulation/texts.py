@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.records import NGRAM_MAX_TOKENS, Arm, Limits, OutputEvaluation
-from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT
+from speclen.worker.requests.ngrams import LEAST_BESIDE_DRAFT
 
 LONGEST_MATCH = 16
 DRAFTS, OFFERED = 16, 32  # bits at which a code of `Outputs` has these counts; accepted tokens are below

@@ -14,9 +14,8 @@ from typing import Any
 import grpc
 
 from speclen.cli.support.output import UserError, user_errors
-from speclen.transport.address import bind, check_free, past_proxies, split_address
 from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import settings_of
+from speclen.transport.settings import bind, check_free, past_proxies, settings_of, split_address
 from speclen.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 # A request is sent once more if its worker dies before the first response; gRPC never repeats one that has begun to stream.

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.worker.models.devices import device_name, processor_model, processor_name
+from speclen.worker.models.machine import device_name, processor_model, processor_name
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from speclen.records import PLAIN, Arm, ArmEstimate
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The newest change of a choice. previous_arm: None for the first one. when: a date; "" if unknown."""
+    """The newest change of a choice. previous_arm: None for the first choice. when: a date; "" if unknown."""
 
     previous_arm: Arm | None
     arm: Arm
@@ -44,7 +44,7 @@ class Explanation:
 
 
 def rows_at(batch_size: int, estimates: Sequence[ArmEstimate]) -> tuple[ArmEstimate, ...]:
-    """The rows of an `Explanation`, of all in the context. Raises ValueError for a batch size without an arm in use."""
+    """Rows of the context for an `Explanation` of one batch size. Raises ValueError if that has no arm in use."""
     rows = [row for row in estimates if row.batch_min <= batch_size <= row.batch_max]
     if not any(row.is_best for row in rows):
         raise ValueError(
@@ -54,12 +54,12 @@ def rows_at(batch_size: int, estimates: Sequence[ArmEstimate]) -> tuple[ArmEstim
 
 
 def in_words(explanation: Explanation) -> list[str]:
-    """The explanation as sentences, one per entry."""
+    """The explanation in sentences, one per entry."""
     sentences = _about_choice(explanation) + _about_runner_up(explanation) + _about_plain(explanation)
     if explanation.survival:
-        shown = ", ".join(f"{100 * value:.0f}%" for value in explanation.survival)
+        shares = ", ".join(f"{100 * value:.0f}%" for value in explanation.survival)
         sentences.append(
-            f"Draft tokens 1 to {len(explanation.survival)} and all before them are accepted in {shown} of steps."
+            f"Draft tokens 1 to {len(explanation.survival)} and all before them are accepted in {shares} of steps."
         )
     change = explanation.last_change
     if change is not None:

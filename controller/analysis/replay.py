@@ -14,7 +14,7 @@ from speclen.records import ContextKey, Decision, DriftEvent, Limits, Profile, S
 
 
 class ContextAdded(NamedTuple):
-    """A worker of this context registered, the first one or one with larger limits."""
+    """A worker registered that was the first of this context or had larger limits."""
 
     key: ContextKey
     limits: Limits
@@ -28,7 +28,7 @@ class ProfileImported(NamedTuple):
 
 
 class GroupObserved(NamedTuple):
-    """Consecutive steps of one worker that were learned from in one call."""
+    """Consecutive steps of one worker, learned from in one call."""
 
     group_id: int
     key: ContextKey
@@ -41,7 +41,7 @@ Event = ContextAdded | ProfileImported | GroupObserved
 
 @dataclass(slots=True)
 class Replay:
-    """The estimators after the events. decisions: each with the last group that was learned from before it (0: none)."""
+    """The estimators after the events. decisions: each with the last group that was learned from before it, or 0."""
 
     estimator: Contexts
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Replay:
 
 
 def replay(events: Iterable[Event]) -> Replay:
-    """Give the events to a fresh estimator. Raises KeyError if a context reports before it was added."""
+    """Feed events to a new estimator. Raises KeyError if a context reports before it was added."""
     result = Replay(Contexts())
     last_group_id = 0
     for event in events:

@@ -1,6 +1,6 @@
-"""The controller's process: reports in (`intake`), learning (`learner`), commits (`saving`), and the calls around them.
+"""The controller's process: reports in (`intake`), learning (`learner`), commits (`journal`), and the calls around them.
 
-A report's way: `stream` reads its message, `intake` sorts out repetitions and lets `wire.ingest` check it; it waits with
-its worker until `learner` gives the group to the estimator; `saving.journal` notes rows and marks, commits them, and moves
-durable_seq when the disk has answered; `stream` tells the worker.
+The way of a report: `streams` reads its message. `intake` recognises repetitions and has `wire.ingest` check it. It waits
+with its worker until `learner` feeds the group to the estimator. `journal` keeps rows and marks, commits them, and moves
+durable_seq once they are on disk. `streams` tells the worker.
 """

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from speclen.controller.baseline.guard import Guard, Verdict, arm_of, range_of
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.registry import Context, Worker
-from speclen.controller.service.saving.journal import Journal
 from speclen.records import Choice, ContextKey, Decision, Hold, Probe, StepRecord, Table, Trial
 
 SHADOW = "shadow"
 
 
 class View(NamedTuple):
-    """Parts of a worker that its table depends on. own: its id if it is isolated, else ""."""
+    """The parts of a worker that its table depends on. own: its id if it is isolated, else ""."""
 
     own: str
     baseline: tuple[Choice, ...]
@@ -22,12 +22,12 @@ class View(NamedTuple):
 
 
 def view_of(worker: Worker, own: str) -> View:
-    """The view of a worker that may be isolated."""
+    """The view of a worker, which may be isolated."""
     return View(own, worker.baseline, worker.policy == SHADOW)
 
 
 class Guards:
-    """Trials and holds by context. Tables and trials are of one thread, as the learner."""
+    """The guards of all contexts, with their trials and holds. Used by the learner's thread only."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -35,7 +35,7 @@ class Guards:
         self._views: dict[ContextKey, View] = {}  # the newest of workers that are not isolated
 
     def of(self, key: ContextKey) -> Guard:
-        """The guard of a context, made where there is none."""
+        """The guard of a context, created if necessary."""
         return self.guards.setdefault(key, Guard())
 
     def restore(self, key: ContextKey, trials: Iterable[Trial], holds: Sequence[Hold]) -> None:
@@ -53,11 +53,11 @@ class Guards:
         return self.of(key).table(learned, view.baseline, view.is_shadow)
 
     def in_use(self, key: ContextKey, learned: Table) -> Table:
-        """The table of the workers that are not isolated, with the baseline of the newest."""
+        """The table of workers that are not isolated, with the baseline of the newest one."""
         return self.table(key, learned, self._views.get(key, View("", (), False)))
 
     def observe(self, worker: Worker, steps: Sequence[StepRecord], learned: Table, group_id: int) -> list[Decision]:
-        """Learn from consecutive steps; keeps finished trials, and returns the changes that they brought."""
+        """Learn from consecutive steps, keep finished trials, and return the changes that these caused."""
         context, decisions = worker.context, []
         for found in self.of(context.key).observe(worker.worker_id, steps, worker.transition_steps):
             if isinstance(found, Trial):
@@ -80,7 +80,7 @@ class Guards:
         return guard.next_trial(worker.worker_id, worker.last_batch_size, learned, worker.baseline, shadow)
 
     def hold(self, context: Context, holds: Sequence[Hold], release: bool) -> None:
-        """Hold more arms at ranges of batch sizes. release: end what was held before."""
+        """Hold further arms at batch ranges. release: True to end earlier holds first."""
         guard = self.of(context.key)
         guard.hold(holds, release)
         self.journal.note_holds(context, guard.holds)

@@ -1,22 +1,22 @@
-"""Reports in: repetitions sorted out, the rest checked, and kept with their worker until it is learned from."""
+"""Intake of reports: repeated ones are recognised, new ones are checked and wait with their worker to be learned from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
-from speclen.controller.service.saving.journal import Journal
 from speclen.controller.wire.ingest import read_step
-from speclen.controller.wire.validation import InvalidMessageError
+from speclen.controller.wire.messages import InvalidMessageError
 from speclen.v1 import control_pb2 as pb
 
-# Seconds after which last_seen_at of a worker without reports is stored anew.
+# Seconds after which last_seen_at of a worker without reports is stored again.
 QUIET_NOTE_S = 10.0
 
 
 class Intake:
-    """Everything that workers send. On one thread, and without waiting."""
+    """Takes registrations and reports of workers. Runs on one thread and never waits."""
 
     def __init__(
         self, registry: Registry, learner: Learner, journal: Journal, totals: Totals, clock: Callable[[], float]
@@ -28,7 +28,7 @@ class Intake:
         self.clock = clock
 
     def register(self, registration: Registration) -> Worker:
-        """Introduce a worker; raises what Registry.register raises."""
+        """Register a worker. Raises the errors of Registry.register."""
         known = self.registry.workers.get(registration.worker_id)
         if known is not None:
             self.learner.learn(known)  # of its last incarnation
@@ -38,7 +38,7 @@ class Intake:
         return worker
 
     def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
-        """Keep the new and plausible ones, and learn from them if it is time; returns why others were refused."""
+        """Queue reports that are new and valid, and learn from them if it is time. Returns why others were refused."""
         now = worker.last_seen_at = self.clock()
         if worker.seqs.close_gaps(now) or now - worker.noted_at > QUIET_NOTE_S:
             self.journal.note_worker(worker)
@@ -60,7 +60,7 @@ class Intake:
         return refusals
 
     def _new(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[pb.StepReport]:
-        """Those that were not seen before."""
+        """The reports that have not been seen before."""
         seqs = worker.seqs
         missing, repeated = seqs.num_missing, seqs.num_repeated
         new = [report for report in reports if seqs.admit(report.seq)]

@@ -1,40 +1,140 @@
-"""Learning: each worker's waiting reports in one call of the estimator, then decisions, a probe, and rows for the disk."""
+"""Learning: the waiting reports of a worker go into one call of the estimator; decisions, probes and rows follow from it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
 
 from speclen.controller.estimator import Contexts
 from speclen.controller.service.guards import SHADOW, Guards, View, view_of
-from speclen.controller.service.prediction import PredictionError
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.registry import Context, Registry, Worker
-from speclen.controller.service.sampling import Sampling
-from speclen.controller.service.saving.journal import Journal
-from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Hold, Limits, Profile, Table
+from speclen.records import (
+    ArmEstimate,
+    Choice,
+    ContextKey,
+    Decision,
+    DriftEvent,
+    Hold,
+    Limits,
+    Profile,
+    StepRecord,
+    Table,
+)
 
 log = structlog.get_logger()
 
-# Seconds for which reports wait for others: one call of the estimator costs little more for many than for one.
+# Share of time above which sample_every doubles, and below which it halves. Learning takes half a core at most, since it
+# pauses for as long as it ran; the rest is for messages. Halving doubles the share, which must stay below the first limit.
+BUSY_SHARE, IDLE_SHARE = 0.4, 0.15
+# Seconds over which the share is measured. Within one second workers know of a change, and what they have sent is handled.
+PERIOD_S = 3.0
+MAX_SAMPLE_EVERY = 1024
+# Seconds for which reports wait for others, since a call of the estimator costs little more for many than for one.
 LEARN_INTERVAL_S = 0.2
-# So many reports do not wait: no group becomes larger.
+# This many reports do not wait; no group is larger.
 MANY_REPORTS = 512
-# The same while a context has learned from fewer than MANY_REPORTS: a cold start must choose anew within some steps.
+# The same while a context has learned from fewer than MANY_REPORTS: after a cold start, choices must change within steps.
 FEW_REPORTS = 8
-# Workers with another policy do not use the table: a probe would be lost on them.
+# Workers with another policy do not use the table, and would ignore a probe.
 FOLLOWS_TABLE = ("", "adaptive", SHADOW)
+
+
+class Sampling:
+    """Adapts sample_every to the time that reports take. sample_every: 1, 2, 4, ...; sent to every worker."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.sample_every = 1
+        self._clock = clock
+        self._since = clock()
+        self._spent_s = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the time of a block."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._spent_s += self._clock() - started
+
+    def judge(self) -> None:
+        """Choose sample_every again, once a period. Called about once a second."""
+        elapsed = self._clock() - self._since
+        if elapsed < PERIOD_S:
+            return
+        share, self._spent_s, self._since = self._spent_s / elapsed, 0.0, self._clock()
+        if share > BUSY_SHARE:
+            self.sample_every = min(2 * self.sample_every, MAX_SAMPLE_EVERY)
+        elif share < IDLE_SHARE:
+            self.sample_every = max(self.sample_every // 2, 1)
+
+
+@dataclass(slots=True)
+class Compared:
+    """Sums over the compared steps of a batch range, in seconds. Their ratio over a while is the prediction error."""
+
+    num_steps: int = 0
+    observed_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def add(self, observed_s: float, predicted_s: float) -> None:
+        self.num_steps += 1
+        self.observed_s += observed_s
+        self.predicted_s += predicted_s
+
+
+class PredictionError:
+    """Measured step times of a context compared with those that the table predicted for the generated tokens.
+
+    Errors are ratios of sums, as is the objective. compared: by batch range, over usable samples at the arm in use.
+    elsewhere_s: time of usable samples at other arms: probes, outdated tables, workers with a policy of their own.
+    regret_s: the part of that time that the arm in use would have saved.
+    """
+
+    def __init__(self) -> None:
+        self.compared: dict[tuple[int, int], Compared] = {}
+        self.elsewhere_s = 0.0
+        self.regret_s = 0.0
+        self._table: Table | None = None
+        self._choices: list[Choice] = []  # by batch size
+
+    def add(self, table: Table, steps: Sequence[StepRecord]) -> None:
+        """Compare steps with the table that was valid before they were learned from."""
+        if table is not self._table:
+            self._table, self._choices = table, _by_batch_size(table)
+        for step in steps:
+            if not step.flags:
+                self._compare(step, self._choices[min(step.batch_size, len(self._choices) - 1)])
+
+    def _compare(self, step: StepRecord, choice: Choice) -> None:
+        if choice.ms_per_token is None:
+            return
+        promised_s = 1e-3 * choice.ms_per_token * step.tokens_per_sequence
+        if step.arm == choice.arm:
+            self.compared.setdefault((choice.batch_min, choice.batch_max), Compared()).add(step.latency_s, promised_s)
+        else:
+            self.elsewhere_s += step.latency_s
+            self.regret_s += step.latency_s - promised_s
+
+
+def _by_batch_size(table: Table) -> list[Choice]:
+    """The choice at every batch size. Entry 0 is unused."""
+    sizes = [choice for choice in table.choices for _ in range(choice.batch_min, choice.batch_max + 1)]
+    return [table.choices[0], *sizes]
 
 
 @dataclass(slots=True)
 class Totals:
     """Counts since the start of the process.
 
-    num_reports: learned from, in num_groups calls. refused: by reason. drift: by factor.
+    num_reports: reports learned from, in num_groups calls. refused: by reason. drift: by factor.
     """
 
     num_reports: int = 0
@@ -48,7 +148,7 @@ class Totals:
 
 
 class Learner:
-    """Gives reports to the estimator, and answers from it. On one thread. last_group_id: of the newest call."""
+    """Feeds reports to the estimator, and answers from it. On one thread. last_group_id: of the newest call."""
 
     def __init__(
         self,
@@ -74,7 +174,7 @@ class Learner:
     # Reports.
 
     def expect(self, worker: Worker) -> bool:
-        """Note that reports of a worker wait, if any do, and learn from them at once where they are not to wait."""
+        """Note that reports of a worker may wait. Learn from them at once if they should not wait."""
         num_waiting = len(worker.waiting)
         if num_waiting:
             self._waiting[worker.worker_id] = worker
@@ -83,13 +183,13 @@ class Learner:
         return num_waiting > 0
 
     async def run(self) -> None:
-        """Learn a few times a second; cancel to stop."""
+        """Learn a few times a second until cancelled."""
         while True:
             await asyncio.sleep(LEARN_INTERVAL_S)
             await self.learn_all()
 
     async def learn_all(self) -> None:
-        """Learn from everything that waits now, and pause between workers for as long as each took: messages go on."""
+        """Learn from all waiting reports. Between workers, pause for as long as each took, so that messages are handled."""
         for worker in list(self._waiting.values()):
             started = time.perf_counter()
             with self.sampling.measured():
@@ -97,7 +197,7 @@ class Learner:
             await asyncio.sleep(time.perf_counter() - started)
 
     def learn(self, worker: Worker) -> None:
-        """Learn from all reports of the worker that wait, in one call of the estimator."""
+        """Learn from all waiting reports of a worker in one call of the estimator."""
         self._waiting.pop(worker.worker_id, None)
         steps, worker.waiting = worker.waiting, []
         if not steps:
@@ -108,12 +208,12 @@ class Learner:
             prediction = self.prediction.setdefault(context.key, PredictionError())
             prediction.add(self.table(worker)[0], steps)
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
-        except Exception as error:  # else every resent report would repeat the crash
+        except Exception as error:  # if it were raised, every report sent again would repeat the crash
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
             self.totals.refused["estimator"] += len(steps)
             worker.note_refusals(len(steps), f"the estimator failed ({error})")
             self.journal.note_worker(worker)
-            self._start_anew(context)  # its state may be damaged
+            self._reset(context)  # its state may be damaged
             return
         self.last_group_id += 1
         context.num_learned += len(steps)
@@ -126,16 +226,16 @@ class Learner:
             self._note(self.guards.observe(worker, steps, self._learned_table(worker), self.last_group_id), ())
             self._take_probe(worker)
 
-    def _start_anew(self, context: Context) -> None:
+    def _reset(self, context: Context) -> None:
         try:
             outcome = self.estimator.start_anew(context.key, "the estimator failed")
         except Exception:
-            log.exception("a context cannot start anew", context=str(context.key))
+            log.exception("a context cannot be reset", context=str(context.key))
             return
         self._note(outcome.decisions, outcome.drift_events)
 
     def _note(self, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
-        """Count, keep and apply what changed."""
+        """Count, keep and apply the changes."""
         self.totals.num_decisions += len(decisions)
         for decision in decisions:
             self._forget_tables(decision.context)
@@ -144,13 +244,13 @@ class Learner:
             self._forget_tables(event.context)
             self.totals.drift[event.factor] += 1
             if event.factor == "reset":
-                log.error("a context starts anew", context=str(event.context), reason=event.detail)
+                log.error("a context starts from scratch", context=str(event.context), reason=event.detail)
             self.journal.note_drift(self.registry.contexts[event.context], event, self.last_group_id)
 
     def _take_probe(self, worker: Worker) -> None:
-        """Ask for a trial or an exploratory arm for the worker's next steps; mostly there is none.
+        """Ask for a trial or a probe for the worker's next steps; mostly there is none.
 
-        A probe that no longer fits the worker's batch size makes way: it could wait for ever.
+        A probe that no longer fits the worker's batch size is replaced, since it might never run.
         """
         waiting = worker.probe
         fits = waiting is not None and waiting.batch_min <= worker.last_batch_size <= waiting.batch_max
@@ -169,13 +269,13 @@ class Learner:
             )
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(worker.context.key))
-            self._start_anew(worker.context)
+            self._reset(worker.context)
         self.totals.num_probes += worker.probe is not None
 
     # Contexts.
 
     def prepare(self, context: Context) -> None:
-        """Let the estimator know a context that was made or widened."""
+        """Add a context to the estimator, or widen it."""
         key = context.key
         before = self.estimator.limits(key) if self.estimator.knows(key) else None
         decisions = self.estimator.add_context(key, context.limits)
@@ -185,7 +285,7 @@ class Learner:
         self._note(decisions, ())
 
     def import_profile(self, key: ContextKey, profile: Profile) -> int:
-        """Seed a context, known or new; returns the profile's id. Raises FullError."""
+        """Seed a context, known or new. Returns the profile's id. Raises FullError."""
         lengths = len(profile.survival), *(cell.speculation_length for cell in profile.cells)
         context = self.registry.context(key, Limits(max(cell.batch_size for cell in profile.cells), max(lengths)))
         self.prepare(context)
@@ -197,9 +297,9 @@ class Learner:
     # Answers.
 
     def table(self, worker: Worker) -> tuple[Table, View]:
-        """The table in use, and what it depends on beside the context.
+        """The table in use for a worker, and what else it depends on.
 
-        Arms are of this moment, expected times at most as old as `refresh` allows.
+        Arms are always up to date; expected times are as old as `refresh` allows.
         """
         view = view_of(worker, self._own(worker))
         tables = self._tables.setdefault(worker.context.key, {})
@@ -213,19 +313,19 @@ class Learner:
         return worker.worker_id if self.estimator.is_isolated(worker.context.key, worker.worker_id) else ""
 
     def _learned_table(self, worker: Worker) -> Table:
-        """The learned arms for a worker, whether or not they are in use."""
+        """The learned arms for a worker, even if they are not in use."""
         own, tables = self._own(worker), self._learned.setdefault(worker.context.key, {})
         if own not in tables:
             tables[own] = self.estimator.table(worker.context.key, own)
         return tables[own]
 
     def hold(self, key: ContextKey, holds: Sequence[Hold], release: bool) -> None:
-        """Hold more arms at ranges of batch sizes of a context. release: end what was held before."""
+        """Hold further arms at batch ranges of a context. release: True to end earlier holds first."""
         self.guards.hold(self.registry.contexts[key], holds, release)
         self._forget_tables(key)
 
     def in_use(self, key: ContextKey) -> Table:
-        """Arms that the workers of a context use, unless they are isolated."""
+        """The arms that workers of a context use, unless they are isolated."""
         return self.guards.in_use(key, self.estimator.table(key))
 
     def _forget_tables(self, key: ContextKey) -> None:
@@ -233,10 +333,10 @@ class Learner:
         self._learned.pop(key, None)
 
     def refresh(self) -> None:
-        """Have expected times computed anew. To be called about once a second."""
+        """Compute expected times again. Called about once a second."""
         self._tables.clear()
         self._learned.clear()
 
     def learned(self, key: ContextKey) -> tuple[int, list[ArmEstimate]]:
-        """Version of the table and every row learned. Raises KeyError for an unknown context."""
+        """Version of the table, and every row that was learned. Raises KeyError if the context is unknown."""
         return self.estimator.table(key).version, self.estimator.rows(key)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the controller, read from the running objects on each scrape: no cost until then."""
+"""Prometheus metrics of the controller, read from the running objects at each scrape; they cost nothing in between."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from speclen.controller.baseline.guard import bounds_of
-from speclen.controller.service.saving.journal import Journal
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
-from speclen.transport.pages import Families
+from speclen.transport.servers import Families
 
 PREFIX = "speclen_controller"
 FAMILIES = Families(PREFIX)
 READ_TIMEOUT_S = 5.0
-BUCKET = ("context", "batch_bucket")
+RANGE = ("context", "batch_bucket")
 BOUNDS = {"gain_low": ": lower end of the 95% interval", "gain_high": ": upper end of the 95% interval"}
 
 Labelled = dict[tuple[str, ...], float]
 
 
 class ControllerCollector:
-    """Everything under the prefix `speclen_controller_`; docs/reference/metrics.md has the table.
+    """All metrics with the prefix `speclen_controller_`; docs/reference/metrics.md lists them.
 
-    loop: where the controller runs; the page's own threads have the numbers read there, between two of its steps.
+    loop: of the controller. The threads of the page have the numbers read there, between two callbacks.
     """
 
     def __init__(self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop) -> None:
@@ -35,14 +35,14 @@ class ControllerCollector:
         self.loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        """Raises TimeoutError when the controller does not get to it."""
+        """Raises TimeoutError if the event loop does not respond."""
         yield from asyncio.run_coroutine_threadsafe(self._read_there(), self.loop).result(READ_TIMEOUT_S)
 
     async def _read_there(self) -> list[Metric]:
         return list(self.read())
 
     def read(self) -> Iterator[Metric]:
-        """All metrics, as of this moment."""
+        """All metrics at this moment."""
         yield from self._reports()
         yield from self._fleet()
         yield from self._disk()
@@ -100,39 +100,39 @@ class ControllerCollector:
         length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
         for key in self.learner.registry.contexts:
             for choice in self.learner.in_use(key).choices:
-                labels = str(key), bucket_label(choice.batch_min, choice.batch_max)
+                labels = str(key), range_label(choice.batch_min, choice.batch_max)
                 length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
                     ms_per_token[labels] = choice.ms_per_token
         words = "Expected time per token and sequence of the arm in use"
-        yield FAMILIES.gauges("speculation_length", "Speculation length of the arm in use", BUCKET, length)
-        yield FAMILIES.gauges("ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
-        yield FAMILIES.gauges("predicted_ms_per_token", words, BUCKET, ms_per_token)
+        yield FAMILIES.gauges("speculation_length", "Speculation length of the arm in use", RANGE, length)
+        yield FAMILIES.gauges("ngram", "1 where the arm in use proposes n-grams", RANGE, ngram)
+        yield FAMILIES.gauges("predicted_ms_per_token", words, RANGE, ms_per_token)
 
     def _gain(self) -> Iterator[Metric]:
-        """By range of batch sizes. The bounds are those of the 95% interval."""
+        """Gain by batch range. The bounds are those of the 95% interval."""
         found: dict[str, Labelled] = {"gain": Labelled(), "gain_low": Labelled(), "gain_high": Labelled()}
         for key in self.learner.registry.contexts:
             for number, place in self.learner.guards.of(key).ranges.items():
                 if place.gain is not None and place.gain.freedom >= 1.0:
-                    labels = str(key), bucket_label(*bounds_of(number))
+                    labels = str(key), range_label(*bounds_of(number))
                     figures = place.gain.ratio, *place.gain.interval()
                     for name, figure in zip(found, figures, strict=True):
                         found[name][labels] = figure
         words = "Tokens per second of the learned arms over those of the baseline, by trials"
         for name, values in found.items():
-            yield FAMILIES.gauges(name, words + BOUNDS.get(name, ""), BUCKET, values)
+            yield FAMILIES.gauges(name, words + BOUNDS.get(name, ""), RANGE, values)
 
     def _prediction(self) -> Iterator[Metric]:
         steps, observed, predicted = Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
             for sizes, sums in prediction.compared.items():
-                labels = str(key), bucket_label(*sizes)
+                labels = str(key), range_label(*sizes)
                 steps[labels], observed[labels], predicted[labels] = sums.num_steps, sums.observed_s, sums.predicted_s
-        yield FAMILIES.counters("compared_steps", "Steps whose time was compared", BUCKET, steps)
-        yield FAMILIES.counters("observed_step_seconds", "Time of these steps", BUCKET, observed)
+        yield FAMILIES.counters("compared_steps", "Steps whose time was compared", RANGE, steps)
+        yield FAMILIES.counters("observed_step_seconds", "Time of these steps", RANGE, observed)
         words = "Predicted time for their tokens"
-        yield FAMILIES.counters("predicted_step_seconds", words, BUCKET, predicted)
+        yield FAMILIES.counters("predicted_step_seconds", words, RANGE, predicted)
 
     def _regret(self) -> Iterator[Metric]:
         found = {(str(key),): each for key, each in self.learner.prediction.items()}
@@ -144,6 +144,6 @@ class ControllerCollector:
         yield FAMILIES.gauges("regret_seconds", words, ["context"], regret)
 
 
-def bucket_label(batch_min: int, batch_max: int) -> str:
+def range_label(batch_min: int, batch_max: int) -> str:
     """ "4" or "5-8"."""
     return str(batch_min) if batch_min == batch_max else f"{batch_min}-{batch_max}"

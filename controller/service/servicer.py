@@ -1,4 +1,4 @@
-"""ControlService: messages in, messages out, and a status for everything that goes wrong."""
+"""ControlService over gRPC: translates messages, and maps every error to a status."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from grpc import aio
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import FullError, OldEpochError, Registration, UnregisteredError, Worker
-from speclen.controller.service.stream import StreamEndError
-from speclen.controller.service.streams import Streams, StreamSettings
-from speclen.controller.wire.messages import learned_table_message
-from speclen.controller.wire.validation import (
+from speclen.controller.service.streams import StreamEndError, Streams, StreamSettings
+from speclen.controller.wire.messages import (
     MAX_HOLDS,
     InvalidMessageError,
     OtherRunError,
@@ -27,6 +25,7 @@ from speclen.controller.wire.validation import (
     check_range,
     check_run,
     check_text,
+    learned_table_message,
     read_baseline,
     read_context,
     read_hold,
@@ -58,14 +57,14 @@ STATUS: dict[type[Exception], grpc.StatusCode] = {
 }
 
 
-# Key of a trailing header that says, where an epoch is refused as old, which one counts.
+# Key of a trailing header: if an epoch is refused as old, the newest one.
 NEWEST_EPOCH = "speclen-newest-epoch"
 
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 def answering(method: Method) -> Method:
-    """Let a method raise what it likes: every exception becomes a status."""
+    """Let a method raise anything: every exception becomes a status."""
 
     @functools.wraps(method)
     async def answer(self: ControlServicer, request: Any, call: Call) -> Any:
@@ -78,7 +77,7 @@ def answering(method: Method) -> Method:
 
 
 class ControlServicer(rpc.ControlServiceServicer):
-    """The seven calls. num_errors: by method and status."""
+    """The seven calls of ControlService. num_errors: by method and status."""
 
     def __init__(
         self,
@@ -139,7 +138,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         response = pb.GetLearnedTableResponse()
         for key in keys:
             response.tables.append(learned_table_message(key, *self.learner.learned(key)))
-            await asyncio.sleep(0)  # a thousand contexts take seconds, and workers wait for answers
+            await asyncio.sleep(0)  # a thousand contexts take seconds, during which workers wait for answers
         return response
 
     @answering
@@ -183,7 +182,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         return self.learner.registry.find(identity.worker_id, identity.epoch)
 
     def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
-        """The arm for the next step of this batch size: of the worker's probe if it has one, else the table's."""
+        """The arm of the next step at this batch size: of the worker's probe if it has one, else of the table."""
         table, _ = self.learner.table(worker)
         probe = worker.take_probe_step(batch_size)
         arm: Arm = probe.arm if probe is not None else table.arm_for(batch_size)
@@ -196,7 +195,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         )
 
     async def fail(self, call: Call, method: str, error: Exception) -> NoReturn:
-        """End the call with the error's status; an unforeseen error is logged, and hidden from the caller."""
+        """End the call with the error's status. An unexpected error is logged, and its text is not sent to the caller."""
         if isinstance(error, aio.AbortError):
             raise error
         code, details = status_of(error)
@@ -209,7 +208,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
 
 def registration(request: pb.RegisterWorkerRequest) -> Registration:
-    """The worker's description of itself, checked. Raises InvalidMessageError."""
+    """A worker's description of itself, validated. Raises InvalidMessageError."""
     check_identity(request.worker)
     return Registration(
         worker_id=request.worker.worker_id,

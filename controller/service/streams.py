@@ -1,4 +1,4 @@
-"""All open StreamReports calls: their admission, turns, updates for quiet workers, and the end of silent streams."""
+"""StreamReports: each call of a worker, and all open calls together."""
 
 from __future__ import annotations
 
@@ -7,50 +7,190 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc import aio
 
 from speclen.controller.service.guards import View
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import FullError, Worker
-from speclen.controller.service.stream import Stream, StreamContext
-from speclen.controller.wire.messages import table_message
+from speclen.controller.wire.ingest import MAX_REPORTS
+from speclen.controller.wire.messages import InvalidMessageError, check_range, probe_message, table_message
 from speclen.records import ContextKey, Limits
 from speclen.v1 import control_pb2 as pb
 
-# A stream that spoke within this time will speak again, and its next answer carries the news: a message saved. With many
-# busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
-BUSY_S = 0.7
-# Between two checks for updates.
-PUSH_INTERVAL_S = 0.25
+if TYPE_CHECKING:
+    StreamContext = aio.ServicerContext[pb.StreamReportsRequest, pb.StreamReportsResponse]
 
-# Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
-# next one is read.
+
+EOF: Any = aio.EOF  # type: ignore[attr-defined]
+# A stream that sent a message within this time will send another, whose answer carries the update and saves a message.
+# With many busy workers these messages would be much of the work, and all be sent while other answers wait.
+BUSY_S = 0.7
+# Seconds between checks for updates.
+PUSH_INTERVAL_S = 0.25
+# Iterations of the event loop between two messages while more wait. A message makes two events: its answer is written, and
+# the next one is read.
 EVENTS_PER_MESSAGE = 2
+
+
+class StreamEndError(Exception):
+    """The controller ends a stream with this status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+
+
+class Stream:
+    """One StreamReports call: reads messages, passes their reports on, and answers each.
+
+    A worker that does not read its answers is not read from either, since an answer waits for the connection's flow-control
+    window. So it costs one message of memory, however much it sends, and after a while its stream is ended.
+    """
+
+    def __init__(self, call: StreamContext, hub: Streams) -> None:
+        self.call = call
+        self.hub = hub
+        self.worker: Worker | None = None
+        self.epoch = 0
+        self.heard_at = time.monotonic()
+        self.writing_since: float | None = None
+        self.end: asyncio.Future[StreamEndError] = asyncio.get_running_loop().create_future()
+        self._num_refused_before = 0
+        self._sent_table: pb.LengthTable | None = None
+        self._sent_durable_seq = -1
+        self._lock = asyncio.Lock()
+
+    async def serve(self) -> None:
+        """Run until the worker or the controller ends the call. Raises StreamEndError, and the errors of Registry.find."""
+        reader = asyncio.create_task(self._read())
+        ends: set[asyncio.Future[Any]] = {reader, self.end}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self.end.done():
+                raise self.end.result()
+            reader.result()
+        except aio.BaseError:
+            pass  # the worker has disconnected, and will send its reports again
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def finish(self, code: grpc.StatusCode, details: str) -> None:
+        """End the stream from the controller's side."""
+        if not self.end.done():
+            self.end.set_result(StreamEndError(code, details))
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count these seconds as silence, or as waiting for the worker."""
+        self.heard_at += seconds
+        if self.writing_since is not None:
+            self.writing_since += seconds
+
+    async def _read(self) -> None:
+        """Handle and answer messages until the worker closes its side."""
+        while (request := await self.call.read()) is not EOF:
+            if self.hub.draining:
+                await self.end  # messages that arrive now are left to the next controller
+            self.heard_at = time.monotonic()
+            worker = self.worker or self._introduce(request)
+            async with self.hub.turn():
+                self._take(worker, request)
+            await self.send(worker)
+            await self.hub.learner.journal.wait_for_room()
+        await self._wait_until_durable()
+
+    def _introduce(self, request: pb.StreamReportsRequest) -> Worker:
+        if not request.HasField("worker"):
+            raise InvalidMessageError("worker", "the first message of a stream must name the worker")
+        self.worker = self.hub.find(request.worker)
+        self.epoch = self.worker.epoch
+        self._num_refused_before = self.worker.num_refused
+        self.hub.name(self, self.worker)
+        return self.worker
+
+    def _take(self, worker: Worker, request: pb.StreamReportsRequest) -> None:
+        worker.check_epoch(self.epoch)
+        check_range("the number of reports in a message", len(request.reports), 0, MAX_REPORTS)
+        with self.hub.learner.sampling.measured():
+            self.hub.intake.take(worker, request.reports)
+
+    def has_news(self) -> bool:
+        """True if the worker does not have the present table, durable_seq or probe."""
+        worker = self.worker
+        if worker is None or worker.epoch != self.epoch:
+            return False
+        stale = worker.durable_seq != self._sent_durable_seq or worker.probe is not None
+        return stale or self.hub.table(worker) is not self._sent_table
+
+    async def send(self, worker: Worker) -> None:
+        """Send the present state; one message at a time."""
+        async with self._lock:
+            response = self._response(worker)
+            self.writing_since = time.monotonic()
+            await self.call.write(response)
+            self.writing_since = None
+
+    def _response(self, worker: Worker) -> pb.StreamReportsResponse:
+        self._sent_durable_seq = worker.durable_seq
+        response = pb.StreamReportsResponse(
+            applied_seq=worker.seqs.applied_seq,
+            durable_seq=worker.durable_seq,
+            num_refused=worker.num_refused - self._num_refused_before,
+            last_refusal=worker.last_refusal,
+            sample_every=self.hub.learner.sampling.sample_every,
+        )
+        table = self.hub.table(worker)
+        if table is not self._sent_table:
+            response.table.CopyFrom(table)
+            self._sent_table = table
+        if worker.probe is not None:
+            settings = self.hub.settings
+            steps_s = min(settings.probe_valid_steps * worker.last_step_s, settings.silence_s)
+            response.probes.append(probe_message(worker.probe, max(settings.probe_valid_s, steps_s)))
+            worker.probe = None
+        return response
+
+    async def tell(self) -> None:
+        """Send updates if there are any."""
+        if self.worker is not None and self.has_news():
+            with contextlib.suppress(aio.BaseError):  # the worker has disconnected, which the reader will notice
+                await self.send(self.worker)
+
+    async def _wait_until_durable(self) -> None:
+        """After the last message, wait for the disk, so that the worker can drop what it sent."""
+        worker = self.worker
+        if worker is None:
+            return
+        give_up_at = time.monotonic() + self.hub.settings.last_answer_s
+        while worker.durable_seq < worker.seqs.settled_seq and time.monotonic() < give_up_at:
+            await asyncio.sleep(0.02)
+        await self.tell()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
     """Bounds on streams; times in seconds."""
 
-    # Streams open at once; one more is refused with RESOURCE_EXHAUSTED. A stream takes some 50 kB.
+    # Largest number of open streams; further ones are refused with RESOURCE_EXHAUSTED. A stream takes some 50 kB.
     max_streams: int = 4096
-    # A stream without any message for this long is ended: workers send an empty one every second.
+    # A stream without a message for this long is ended, since workers send an empty one every second.
     silence_s: float = 30.0
-    # A stream whose answer the worker does not take for this long is ended.
+    # A stream whose answer is not read for this long is ended.
     unread_s: float = 10.0
-    # A probe is void when it waits longer for a fitting step: by then the table may know better. It waits for so many steps,
-    # however long they take (up to silence_s): it comes while one runs, perhaps just after the next has begun.
+    # A probe expires if it waits longer for a fitting step, since the table may have changed by then. It waits for at least
+    # this many steps, whatever they take (up to silence_s), since it arrives while a step is running.
     probe_valid_s: float = 2.0
     probe_valid_steps: float = 4.0
-    # When the worker has closed its side: wait this long for the disk, so that the last answer says "durable".
+    # After the worker has closed its side, wait this long for the disk, so that the last answer says "durable".
     last_answer_s: float = 2.0
 
 
 class Streams:
-    """All open streams: admission, updates, and the sweep. draining: why nothing is taken any more."""
+    """All open streams: their admission, updates, and timeouts. draining: why new ones are refused; "" if they are not."""
 
     def __init__(
         self,
@@ -72,7 +212,7 @@ class Streams:
         self._tables: dict[tuple[ContextKey, View, Limits], tuple[int, pb.LengthTable]] = {}
 
     async def serve(self, call: StreamContext) -> None:
-        """One call from beginning to end. Raises FullError when too many are open."""
+        """Serve one call. Raises FullError if too many are open."""
         if len(self.open) >= self.settings.max_streams:
             raise FullError(f"{self.settings.max_streams} streams are open, which is the limit: try again later")
         stream = Stream(call, self)
@@ -86,11 +226,11 @@ class Streams:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """One message at a time, in order of arrival, and in between what gRPC has to tell.
+        """Handle one message at a time, in order of arrival, and let gRPC's events in between.
 
-        gRPC hands one event to the event loop per round. If thousands of streams worked on their messages as these
-        arrive, a new call would wait for all of them, round after round: after a restart the service would need minutes to
-        come back.
+        gRPC passes one event to the event loop per iteration. If thousands of streams handled their messages as these
+        arrive, a new call would wait for all of them, iteration after iteration, and after a restart the service would need
+        minutes to recover.
         """
         self._num_waiting += 1
         try:
@@ -106,14 +246,14 @@ class Streams:
             self._turn.release()
 
     def name(self, stream: Stream, worker: Worker) -> None:
-        """The stream has said whose it is; it takes the place of an earlier one, which must be a dead connection."""
+        """Note whose stream this is. It replaces an earlier one of the same worker, whose connection must be dead."""
         earlier = self.by_worker.get(worker.worker_id)
         if earlier is not None:
             earlier.finish(grpc.StatusCode.ABORTED, "the worker has opened another stream")
         self.by_worker[worker.worker_id] = stream
 
     def end_old_epoch(self, worker: Worker) -> None:
-        """A new incarnation has registered: the stream of the old one ends."""
+        """End the stream of an old incarnation, since a new one has registered."""
         stream = self.by_worker.get(worker.worker_id)
         if stream is not None and stream.epoch != worker.epoch:
             stream.finish(
@@ -123,7 +263,7 @@ class Streams:
             )
 
     def table(self, worker: Worker) -> pb.LengthTable:
-        """The worker's table, with arms that it can run; one message per version."""
+        """The worker's table as a message, with arms that it can run; one message per version."""
         table, view = self.learner.table(worker)
         place = worker.context.key, view, worker.limits
         version, message = self._tables.get(place, (-1, None))
@@ -133,7 +273,7 @@ class Streams:
         return message
 
     async def deliver(self) -> None:
-        """Push updates for ever to workers that get no answer soon."""
+        """Push updates, until cancelled, to workers that get no answer soon."""
         while True:
             await asyncio.sleep(PUSH_INTERVAL_S)
             quiet_since = time.monotonic() - BUSY_S
@@ -144,9 +284,9 @@ class Streams:
                     push.add_done_callback(self._pushes.discard)
 
     async def sweep(self, interval_s: float = 1.0) -> None:
-        """For ever: end silent streams, and keep expected times and the sampling of reports fresh.
+        """Until cancelled, end silent streams, and keep expected times and the sampling of reports fresh.
 
-        Time in which this process itself did not run (stopped, or starved) does not count as silence.
+        Time during which this process did not run, as it was stopped or starved, does not count as silence.
         """
         expected = time.monotonic() + interval_s
         while True:
@@ -174,7 +314,7 @@ class Streams:
             )
 
     async def drain(self, save: Callable[[], Any]) -> None:
-        """Save, tell every worker how far it is saved, and end the streams. draining has been set before."""
+        """Save, tell every worker how far it is saved, and end the streams. draining must have been set before."""
         await save()
         last_words = [asyncio.create_task(stream.tell()) for stream in self.open]
         if last_words:
@@ -185,7 +325,7 @@ class Streams:
         await asyncio.gather(*last_words, return_exceptions=True)
 
     def end_all(self, reason: str) -> None:
-        """End every stream and let no other begin."""
+        """End every stream, and accept no others."""
         self.draining = reason
         for stream in list(self.open):
             stream.finish(grpc.StatusCode.UNAVAILABLE, reason)

@@ -1,13 +1,13 @@
-"""Step reports as they arrive: read into records, every field checked, once.
+"""Reports of steps, read into records and validated, once.
 
-Runs for every step of every worker, so that a report costs some microseconds.
+This runs for every step of every worker, and takes some microseconds per report.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from speclen.controller.wire.validation import (
+from speclen.controller.wire.messages import (
     MAX_INTEGER,
     MAX_LATENCY_S,
     MAX_TOKENS,
@@ -29,7 +29,7 @@ from speclen.records import (
 from speclen.v1 import control_pb2 as pb
 
 MAX_REPORTS = 1024  # in one message
-# Of a repeated field so many entries are read: one more than any may have, so that a longer one is refused at no cost.
+# Entries of a repeated field that are read: one more than allowed, so that a longer one is refused at no cost.
 MOST_RUNS = MAX_SPECULATION_LENGTH + 2
 MOST_FLAGS = 64
 
@@ -38,7 +38,7 @@ _NO_FLAGS: frozenset[StepFlag] = frozenset()
 
 
 def read_step(report: pb.StepReport, limits: Limits) -> StepRecord:
-    """The step that a worker with these limits reports. Raises InvalidMessageError naming the field and its range."""
+    """A reported step, validated. Raises InvalidMessageError naming the field and its range."""
     rows, length = report.batch_size, report.speculation_length
     step = StepRecord(
         report.seq,
@@ -106,7 +106,7 @@ def _flags(report: pb.StepReport) -> frozenset[StepFlag]:
 
 
 def _class_histograms(report: pb.StepReport, step: StepRecord) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The histogram by class, checked to add up to that of all."""
+    """The histograms by request class, which must add up to that of all."""
     check_range("the number of entries of class_histograms", len(report.class_histograms), 0, NUM_CLASSES)
     split = tuple(
         (each.request_class - 1, tuple(each.accepted_histogram[:MOST_RUNS])) for each in report.class_histograms
@@ -130,13 +130,13 @@ def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluatio
 
 @lru_cache
 def _evaluated_arms(limits: Limits) -> dict[int, list[Arm]]:
-    """Arms that an output may be evaluated for, by their number: all of the worker, or plain and n-grams alone."""
+    """By their number, the arms that an output may be evaluated for: all of the worker, or plain and n-grams alone."""
     alone = {2: Limits(1, 0, ngram=True).arms()} if limits.ngram else {}
     return alone | {len(limits.arms()): limits.arms()}
 
 
 def _evaluation(message: pb.OutputEvaluation, known_arms: dict[int, list[Arm]]) -> OutputEvaluation:
-    """The steps of every arm, checked to be possible for that many tokens."""
+    """The steps of every arm, checked to be possible for this number of tokens."""
     tokens = message.num_tokens
     check_range("evaluations.request_class", message.request_class, 1, NUM_CLASSES)
     check_range("evaluations.num_output_tokens", message.num_output_tokens, 1, MAX_TOKENS)

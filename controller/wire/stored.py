@@ -17,7 +17,7 @@ _CLASSES = [each.name.lower() for each in RequestClass]
 def row_of(
     step: StepRecord, group_id: int, context_id: int, worker_key: int, epoch: int, received_at: float
 ) -> tuple[object, ...]:
-    """The values of a speclen.store.schema.ReportRow, in its order."""
+    """Values of a step in the order of speclen.store.schema.ReportRow."""
     (length, ngram), flags = step.arm, " ".join(sorted(flag.value for flag in step.flags)) if step.flags else ""
     return (
         group_id,
@@ -47,7 +47,7 @@ def row_of(
 
 
 def record_of(row: ReportRow) -> StepRecord:
-    """The step of a stored row. ValueError, KeyError or TypeError for text that `row_of` does not write."""
+    """The step in a stored row. Raises ValueError, KeyError or TypeError if `row_of` did not write it."""
     classes = json.loads(row.class_histograms) if row.class_histograms else {}
     evaluations = json.loads(row.evaluations) if row.evaluations else ()
     return StepRecord(

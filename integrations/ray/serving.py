@@ -21,11 +21,11 @@ from speclen.transport.embedded import FindController
 from speclen.transport.supervision import PartFailedError
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig
+from speclen.worker.frontend.async_engine import FAILURE_GRACE_S, AsyncEngine
+from speclen.worker.frontend.server import Parts, drain, make_parts, start_engine
 from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.guard import Guard, allow_origins
 from speclen.worker.requests.request import EngineFailedError
-from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.service.server import Parts, drain, make_parts, start_engine
 
 log = structlog.get_logger()
 

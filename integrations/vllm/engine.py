@@ -12,10 +12,10 @@ from speclen.integrations.vllm.settings import VllmSettings
 from speclen.integrations.vllm.steps import Traits
 from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice, Limits
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.arms import ArmTable
 from speclen.worker.config import parse_policy
-from speclen.worker.models.devices import processor_name
+from speclen.worker.models.machine import processor_name
 from speclen.worker.models.naming import digest, model_label
-from speclen.worker.reporting.table import ArmTable
 
 LEAST = (0, 32)  # before it V2 follows no lengths, and hybrid models go wrong where they change
 TRIED = ("0.32", "0.33")  # docs/guides/vllm.md says how

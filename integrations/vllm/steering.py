@@ -28,10 +28,9 @@ from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTra
 from speclen.integrations.vllm.timing import DeviceClock, device_clock
 from speclen.records import Arm, StepRecord
 from speclen.transport.embedded import EMBEDDED, EmbeddedController, FindController, at
-from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.arms import ArmChoice, ArmTable
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.reporting.messages import WorkerCard
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from speclen.integrations.vllm.timing import (
     overlap_flags,
 )
 from speclen.records import Arm, StepFlag, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 
 EMPTY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()

@@ -33,7 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from speclen.bench.gpu.vllm_engine import DRY, folder_of, write_config
 from speclen.integrations.vllm import Scheduler
 from speclen.records import Arm, StepFlag
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 
 MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 4000
 NUM_BLOCKS = 32  # of 16 tokens: too few for the longest requests at once

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.transport.lifeline import start_tied
+from speclen.transport.supervision import start_tied
 from tests.support.addresses import free_address
 from tests.support.waiting import PATIENCE_S, until
 

@@ -11,7 +11,7 @@ from speclen.bench.serving.prompts import ChatPrompts
 from speclen.bench.serving.traffic import CHAT_KINDS
 from speclen.cli.support.processes import Child
 from speclen.records import PLAIN, parse_arm
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import load_pair
 from speclen.worker.requests.request import GenerationRequest, SamplingParams

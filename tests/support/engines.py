@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from speclen.records import Arm, StepRecord
+from speclen.worker.arms import ArmChoice, ArmChooser, FixedArm
 from speclen.worker.backends import openvino
+from speclen.worker.backends.torch.captured_model import Recorder
 from speclen.worker.backends.torch.packed_linear import private_copy
-from speclen.worker.backends.torch.recording import Recorder
-from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare
-from speclen.worker.models.loading import ModelPair, cpu_has_bfloat16
+from speclen.worker.models.devices import cpu_has_bfloat16
+from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 from tests.support import tiny_models
 

@@ -11,9 +11,8 @@ import time
 
 from speclen.cli.app import main
 from speclen.worker.engine.engine import Engine
-from speclen.worker.reporting.buffer import ReportBuffer
-from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.service import server
+from speclen.worker.frontend import server
+from speclen.worker.reporting.control_client import ControlClient, ReportBuffer
 
 TRIM = ReportBuffer.trim
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speclen.controller.service.intake import Intake
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
-from speclen.controller.service.saving.journal import Journal
 from speclen.records import ContextKey, Limits
 from speclen.store.schema import Commit, ReportRow, StoreHealth
 from tests.support.control_fakes import report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from speclen.worker.backends.torch.recording import Recorder
+from speclen.worker.backends.torch.captured_model import Recorder
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest
 from tests.support import engines, tiny_models

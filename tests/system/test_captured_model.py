@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from speclen.records import StepFlag, StepRecord
-from speclen.worker.backends.torch.captured_model import CapturedModel, reach
-from speclen.worker.backends.torch.prompt_blocks import SIZES
-from speclen.worker.backends.torch.recording import Recording, RerunRecorder
+from speclen.worker.backends.torch.captured_model import SIZES, CapturedModel, Recording, RerunRecorder, reach
 from speclen.worker.engine.engine import Engine
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy

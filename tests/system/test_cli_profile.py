@@ -25,9 +25,9 @@ from speclen.store.retention import KEEP_REPORTS
 from speclen.store.schema import Commit
 from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.arms import ArmTable
 from speclen.worker.profiling.file import ProfileDocument, foreign_parts, read_document, table_from_file
-from speclen.worker.profiling.stats import ProfileSamples
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.profiling.profiler import ProfileSamples
 from tests.support.store_rows import NOW, context, report, rows, worker, written
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")

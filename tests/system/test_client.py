@@ -18,10 +18,10 @@ from speclen.cli.profile_import import find_destination
 from speclen.cli.support.client import Client, check_controller, identity
 from speclen.cli.support.output import UserError
 from speclen.cli.support.processes import Child
-from speclen.controller.service import assembly as controller
-from speclen.transport import aio
+from speclen.controller.service import server as controller
+from speclen.transport import servers
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
-from speclen.worker.service import server as worker
+from speclen.worker.frontend import server as worker
 from tests.support.addresses import free_address
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.control_fakes import running_controller
@@ -160,7 +160,7 @@ def test_pings_close_neither_a_silent_call_nor_an_idle_channel() -> None:
     """By default the third ping, after three seconds, ends a connection."""
     with contextlib.ExitStack() as ending:
         servicer, watches, states = health.HealthServicer(), [], []
-        for options in (aio.SERVER_OPTIONS, worker.OPTIONS, controller.OPTIONS):
+        for options in (servers.SERVER_OPTIONS, worker.OPTIONS, controller.OPTIONS):
             server = grpc.server(ThreadPoolExecutor(2), options=options)
             health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
             address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -9,7 +9,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.controller.service.metrics import ControllerCollector, bucket_label
+from speclen.controller.service.metrics import ControllerCollector, range_label
 from speclen.store.connection import connect_reader
 from speclen.store.queries import workers
 from speclen.v1 import control_pb2 as pb
@@ -199,7 +199,7 @@ async def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
             at.stub.ImportProfile(pb.ImportProfileRequest(), metadata=read),
         ):
             code, words = await status_of(call)
-            assert (code, words) == ("PERMISSION_DENIED", "this token is for reading alone")
+            assert (code, words) == ("PERMISSION_DENIED", "this token is read-only")
         stream = at.stub.StreamReports(metadata=read)
         assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
 
@@ -222,7 +222,7 @@ async def test_counts_follow_what_happened(tmp_path):
         assert value(text, "store_ok") == 1
         table = at.service.estimator.table(at.service.estimator.contexts[0])
         [choice] = [each for each in table.choices if each.batch_min <= 4 <= each.batch_max]
-        bucket = bucket_label(choice.batch_min, choice.batch_max)
+        bucket = range_label(choice.batch_min, choice.batch_max)
         labels = f'{{batch_bucket="{bucket}",context="t + d on cpu:test, float32"}}'
         assert value(text, f"speculation_length{labels}") == choice.arm.speculation_length
         assert value(text, f"predicted_ms_per_token{labels}") > 0

@@ -12,8 +12,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
-from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.server import end
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3

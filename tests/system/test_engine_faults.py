@@ -15,7 +15,7 @@ import torch
 from speclen.records import Arm
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.thread import EngineThread
+from speclen.worker.engine.inbox import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
 from tests.support import engines
@@ -234,7 +234,7 @@ def test_when_the_engine_ends_every_request_gets_an_error(
         last = running.collected.last(name)
         assert last.finish_reason is FinishReason.ABORT
         assert last.error.startswith("the engine has ended")
-    with pytest.raises(EngineFailedError, match="start the worker again"):
+    with pytest.raises(EngineFailedError, match="restart the worker"):
         running.submit("late")
     with pytest.raises(EngineFailedError):
         future.result(PATIENCE_S)

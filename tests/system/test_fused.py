@@ -24,10 +24,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
-from speclen.worker.backends.torch import captured_model, fused, fused_attention, llama
+from speclen.worker.backends.torch import captured_model, fused, llama
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.captured_model import CapturedModel
-from speclen.worker.backends.torch.recording import RerunRecorder
+from speclen.worker.backends.torch.captured_model import CapturedModel, RerunRecorder
 
 CONTEXT = 64
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -61,7 +60,7 @@ def test_fused_attention_equals_plain_attention(
 ) -> None:
     """Rows of all lengths up to a full one, one that holds nothing else, and one that is there only to fill up."""
     places = 300
-    monkeypatch.setattr(fused_attention, "SHORT_PLACES", short_places)
+    monkeypatch.setattr(fused, "SHORT_PLACES", short_places)
     pool = KVPool([LayerShape(kv_heads, head_dim)], 7, places + queries, dtype, engines.DEVICE)
     layer = pool.layers[0]
     starts = torch.tensor([0, 1, 15, 100, places - queries, places], device=engines.DEVICE)
@@ -184,7 +183,7 @@ def test_kernels_that_fail_or_compute_wrongly_are_disabled(
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from speclen.worker.backends.torch import fused, fused_attention
+from speclen.worker.backends.torch import fused
 
 constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
 constants |= {"block_heads": 16, "block_dim": 64, "kv_heads": 2, "block_queries": 16, "block_keys": 64}
@@ -192,14 +191,14 @@ constants |= {"is_interpreted": False, "has_parts": False}
 numbers = {"size": "i32", "eps": "fp32", "queries": "i32", "length": "i32", "angle_stride": "i32", "positions": "*i64"}
 numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32", "sums": "*fp32"}
 numbers |= {"count": "i32", "found": "*fp32", "num_parts": "i32"}
-sizes = fused_attention.block_sizes(72, 256, 4)
+sizes = fused.block_sizes(72, 256, 4)
 large = {"head_dim": 256, **dict(zip(("block_queries", "block_keys", "block_dim"), sizes, strict=True))}
 for kernel, changes, dtype in (
     *((kernel, {}, "*bf16") for kernel in (fused._add_norm, fused._gate, fused._rotate_and_store)),
-    *((fused_attention._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
-    (fused_attention._attend, {"has_window": True} | large, "*fp32"),
-    (fused_attention._attend, {"has_window": False, "has_parts": True}, "*bf16"),
-    (fused_attention._join, {"num_parts": 4}, "*bf16"),
+    *((fused._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
+    (fused._attend, {"has_window": True} | large, "*fp32"),
+    (fused._attend, {"has_window": False, "has_parts": True}, "*bf16"),
+    (fused._join, {"num_parts": 4}, "*bf16"),
 ):
     constants |= changes
     numbers["output"] = "*fp32" if "has_parts" in changes else dtype
@@ -240,7 +239,7 @@ def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.Mon
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(time, "monotonic", lambda: honest() + passed_s)
     monkeypatch.setattr(llama, "kernels_for", lambda device: fused)
-    monkeypatch.setattr(fused_attention, "SHORT_PLACES", 64)
+    monkeypatch.setattr(fused, "SHORT_PLACES", 64)
     settings = {"max_batch_size": 12, "max_speculation_length": 6, "check_models": False, "record_ahead_s": 120}
     engine = engines.make_engine(recorder=RerunRecorder(), **settings)
     assert len({variant[0] for variant in compiled}) == 5, "every kernel"

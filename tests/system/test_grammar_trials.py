@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
+from speclen.worker.frontend import grammars
+from speclen.worker.frontend.grammars import Grammars, StructuredOutput
 from speclen.worker.requests.request import QueueFullError
-from speclen.worker.service import grammars
-from speclen.worker.service.grammars import Grammars
-from speclen.worker.structured.grammar import Grammar
-from speclen.worker.structured.source import StructuredOutput
+from speclen.worker.sampling.grammar import Grammar
 from tests.support import tiny_models
 
 pytest.importorskip("llguidance")

@@ -103,7 +103,7 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
             "messages.0.content.1.type: input should be 'text' or 'refusal'",
         ),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0: text is missing"),
-        ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
+        ("logit_bias", {"x": 1}, "logit_bias: key 'x' is not a token id"),
         (
             "structured_outputs",
             {"json": 5},

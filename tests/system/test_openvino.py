@@ -24,9 +24,9 @@ from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
+from speclen.worker.frontend import server
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
-from speclen.worker.service import assembly
 from tests.support import engines, tiny_models
 from tests.support.waiting import PATIENCE_S
 
@@ -119,7 +119,7 @@ def test_changing_threads_compiles_nothing_while_serving(tmp_path: Path, monkeyp
     try:
         target, _ = tiny_models.save_pair("llama", tmp_path)
         config = WorkerConfig(target=target, controller="", device="cpu", dtype="float32", backend="openvino")
-        engine = assembly.load(config, lambda line: None)[1]
+        engine = server.load(config, lambda line: None)[1]
         monkeypatch.setattr(pytest.importorskip("openvino").Core, "compile_model", None)
         engine.use_threads(1)
         collected = engines.generate(engine, engines.request("a", [3, 4, 5], max_tokens=4, ignore_eos=True))

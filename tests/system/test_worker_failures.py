@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from speclen.cli.support.processes import Child
-from speclen.transport.lifeline import start_tied
+from speclen.transport.supervision import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
@@ -77,7 +77,7 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start
         assert "the engine has failed: MemoryError: no room" in words
     lines = worker.log_file.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
-    assert sum("the worker cannot go on and ends" in line for line in lines) == 1
+    assert sum("the worker can no longer serve and ends" in line for line in lines) == 1
 
 
 def number(page: str, sample: str) -> float:
@@ -112,7 +112,7 @@ def test_failing_reporting_is_restarted_and_counted_while_the_worker_serves(star
     said = worker.log_file.read_text()
     assert "Traceback" not in said
     events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    restarts = [event for event in events if event["event"] == "a part has ended and is started again"]
+    restarts = [event for event in events if event["event"] == "a part has ended and is restarted"]
     assert len(restarts) >= 2
     assert {event["level"] for event in restarts} == {"error"}
     assert "ZeroDivisionError: sabotage (failing_worker.py:" in restarts[0]["reason"]

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.pages import serve_page
+from speclen.transport.servers import serve_page
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.control_parts import worker_metrics

@@ -3,8 +3,8 @@
 import pytest
 
 from speclen.records import PLAIN, Arm, Choice, Limits, ProfileCell
+from speclen.worker.arms import CONTRARY_STEPS, ArmTable, SteadyDrafts
 from speclen.worker.profiling.file import table_from_profile
-from speclen.worker.reporting.table import CONTRARY_STEPS, ArmTable, SteadyDrafts
 
 LIMITS = Limits(16, 8)
 

@@ -8,7 +8,7 @@ from speclen.bench import step as step_benchmark
 from speclen.bench.figures import ratio, spread
 from speclen.bench.generate import generate
 from speclen.records import Arm
-from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from tests.support import tiny_models

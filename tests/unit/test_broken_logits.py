@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from speclen.worker.frontend.async_engine import error_of
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, RequestFailedError
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
-from speclen.worker.service.async_engine import error_of
 from tests.support import engines
 from tests.support.engines import BACKENDS, Collected, generate, make_engine, make_pair, request
 

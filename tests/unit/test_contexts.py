@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from speclen.records import Arm
+from speclen.worker.arms import FixedArm
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.backends.torch.llama import FIRST_POSITIONS, rewrite
-from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
 from tests.support import engines, tiny_models
 from tests.support.engines import BACKENDS, generate, make_engine, make_pair, request
@@ -64,7 +64,7 @@ def test_a_draft_with_fewer_positions_is_one_warning(tmp_path: Path, caplog: pyt
         pair = load_pair(target, draft, "cpu", "float32")
         assert load_pair(draft, target, "cpu", "float32").draft_context_length is None
     assert (pair.max_context_length, pair.draft_context_length) == (tiny_models.MAX_POSITIONS, 64)
-    (line,) = [one.message for one in caplog.records if "go on without drafts" in one.message]
+    (line,) = [one.message for one in caplog.records if "continue without drafts" in one.message]
     assert "64" in line
 
 

@@ -12,7 +12,7 @@ from speclen.records import Arm, StepFlag
 from speclen.transport.embedded import at
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 from speclen.worker.reporting import control_stream
 from speclen.worker.reporting.control_client import ControlClient
 from tests.support.control_parts import FIRST, LIMITS, QUICK, client, probe, step
@@ -165,7 +165,7 @@ async def test_the_last_reports_of_an_ending_worker_are_sent_at_once():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
     async with joined(controller, settings=slow) as control:
-        control.hand_over()
+        control.send_last()
         control.report(step())
         await until(lambda: controller.seqs)
         controller.acknowledge = True

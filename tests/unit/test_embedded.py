@@ -13,7 +13,7 @@ from speclen.cli.support.database import default_database
 from speclen.transport import embedded
 from speclen.transport.embedded import EmbeddedController, data_directory, make_directory, published, serving
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.reporting.card import finder
+from speclen.worker.reporting.control_stream import finder
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from speclen.records import PLAIN, Arm, StepFlag
+from speclen.worker.arms import FixedArm
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (

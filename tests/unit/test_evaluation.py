@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from speclen.records import MAX_EVALUATIONS, PLAIN, Arm, Limits, OutputEvaluation
+from speclen.worker.engine import evaluation as evaluating
 from speclen.worker.engine.engine import Engine
-from speclen.worker.evaluation import evaluator as evaluating
-from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
+from speclen.worker.engine.evaluation import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
 from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request
 
 MAX_LENGTH = 4

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from speclen.worker.frontend.admission import Admission
+from speclen.worker.frontend.async_engine import MOST_AT_ONCE, OutputRelay, OutputStream, in_parts
+from speclen.worker.frontend.fair_queue import Aside, FairQueue
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
-from speclen.worker.service.admission import Admission
-from speclen.worker.service.async_engine import MOST_AT_ONCE, in_parts
-from speclen.worker.service.fair_queue import Aside, FairQueue
-from speclen.worker.service.relay import OutputRelay, OutputStream
 from tests.support import tiny_models
 from tests.support.waiting import PATIENCE_S
 
@@ -59,7 +58,7 @@ async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
     await requests.come("a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
     await asyncio.sleep(0)
     for pushed_out in ("a4", "a3"):
-        with pytest.raises(QueueFullError, match=r"pushed out .* after 0\.\d s in the queue"):
+        with pytest.raises(QueueFullError, match=r"evicted .* after 0\.\d s in the queue"):
             await requests.tasks[pushed_out]
     with pytest.raises(QueueFullError, match="waiting already"):  # two each: nothing would be fairer
         await requests.tasks["b3"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from speclen.worker.models.loading import ModelSource, refuse_unsuitable
 from speclen.worker.models.naming import ModelError
-from speclen.worker.models.source import ModelSource, refuse_unsuitable
 from speclen.worker.requests.request import FinishReason
 from tests.support import tiny_models
 from tests.support.engines import check_greedy, generate, make_engine, make_pair, request

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.rules import BatchSampling, RowSampling
 from speclen.worker.sampling.verification import acceptance, recovery
-from speclen.worker.structured.grammar import Grammar, StepGrammars
 
 VOCAB = 5
 END = 4

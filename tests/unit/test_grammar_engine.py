@@ -12,8 +12,8 @@ import torch
 
 from speclen.records import Arm
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams
-from speclen.worker.structured import grammar as structured_grammar
-from speclen.worker.structured.grammar import Grammar
+from speclen.worker.sampling import grammar as structured_grammar
+from speclen.worker.sampling.grammar import Grammar
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, RandomLengths
 from tests.support.grammars import prepare
@@ -98,7 +98,9 @@ def test_a_grammar_that_fails_ends_its_own_request(kind: str, wanted: Any, lengt
     collected = engines.generate(engines.make_engine(chooser=length), bad, good)
     last = collected.last("bad")
     assert (last.finish_reason, last.is_callers) == (FinishReason.ABORT, True)
-    told = "the grammar cannot be followed any further: it wants the text of an end token, which would end the output"
+    told = (
+        "the grammar cannot be followed any further: it requires the text of an end token, which would end the output"
+    )
     assert last.error.endswith(told)
     assert collected.ids("good") == engines.generate(engines.make_engine(chooser=0), good).ids("good")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from speclen.controller.service.journal import holds_of
 from speclen.controller.service.registry import Registration
-from speclen.controller.service.saving import rows
-from speclen.controller.wire.validation import InvalidMessageError, read_baseline, read_hold
+from speclen.controller.wire.messages import InvalidMessageError, read_baseline, read_hold
 from speclen.records import Arm, Choice, Hold, Limits
 from speclen.store import queries
 from speclen.store.connection import connect_reader
@@ -106,11 +106,11 @@ async def test_holds_are_used_kept_and_released():
     assert [table.arm_for(size) for size in (1, 4, 8)] == [BASELINE, LEARNED, Arm(2)]
     parts.journal.commit()
     (row,) = parts.store.last.holds
-    assert rows.holds_of(row) == [Hold(8, 16, Arm(2)), Hold(1, 2, None)]
+    assert holds_of(row) == [Hold(8, 16, Arm(2)), Hold(1, 2, None)]
     parts.learner.hold(KEY, [], release=True)
     assert parts.learner.table(worker)[0].arm_for(8) == LEARNED
     with pytest.raises(ValueError, match="unknown"):
-        rows.holds_of(HoldsRow(1, '[[1, 2, "draft x"]]', 0.0))
+        holds_of(HoldsRow(1, '[[1, 2, "draft x"]]', 0.0))
 
 
 def choices(*ranges):

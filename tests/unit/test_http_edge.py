@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from speclen.transport.credentials import Keyring
+from speclen.worker.frontend.metrics import RequestMetrics
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.guard import Guard, allow_origins
 from speclen.worker.http.schema import CompletionRequest
 from speclen.worker.http.translate import check_supported
-from speclen.worker.observing.metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
 from tests.support import tiny_models
 

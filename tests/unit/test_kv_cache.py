@@ -13,7 +13,7 @@ import torch
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.backends.openvino.blocks import BLOCK_TOKENS, FREE_BLOCKS, BlockPool
-from speclen.worker.models import control_groups
+from speclen.worker.models import machine
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -25,7 +25,7 @@ def filled(num_rows: int = 4, lengths: tuple[int, ...] = (5, 9, 3, 7)) -> KVPool
     for row, length in enumerate(lengths):
         for layer in pool.layers:
             layer[row, :, :, :length] = row + 1
-        pool.note_written(row, length)
+        pool.note_written(row, [length])
     return pool
 
 
@@ -75,10 +75,10 @@ def test_too_much_kv_memory_is_refused_with_a_sentence(make, num_rows: int) -> N
 )
 def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch, path, limits, expected):
     """The process is in the group of this path, on a machine with 200 GiB free."""
-    real = control_groups.lines_of
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    real = machine.lines_of
+    monkeypatch.setattr(machine, "GROUPS", tmp_path)
     told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
-    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
+    monkeypatch.setattr(machine, "lines_of", lambda name: told.get(str(name)) or real(name))
     for name, (most, used, caches) in limits.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "memory.max").write_text(f"{most}\n")

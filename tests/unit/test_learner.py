@@ -8,8 +8,7 @@ import math
 
 import pytest
 
-from speclen.controller.service.prediction import PredictionError
-from speclen.controller.service.sampling import MAX_SAMPLE_EVERY, PERIOD_S, Sampling
+from speclen.controller.service.learner import MAX_SAMPLE_EVERY, PERIOD_S, PredictionError, Sampling
 from speclen.records import Arm, Choice, Limits, Profile, ProfileCell, StepFlag, StepRecord, Table
 from tests.support.control_fakes import report
 from tests.support.service_parts import ELSEWHERE, KEY, Parts

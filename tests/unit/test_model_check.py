@@ -56,8 +56,8 @@ OLMOE = {**tiny_models.GROUPED, **EXPERTS, "num_experts": 2}
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("phimoe", PHIMOE, "hands on a window of all tokens, but its mask lets 64 of 66 be seen"),
-        ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
+        ("phimoe", PHIMOE, "passes a window of all tokens to attention, but its mask allows 64 of 66"),
+        ("olmoe", OLMOE, "passes a window of 64 tokens to attention, but its mask allows 66 of 66"),
     ],
 )
 def test_long_windows_must_agree_with_the_configuration(

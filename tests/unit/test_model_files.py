@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from speclen.worker.frontend.server import usable_defaults
 from speclen.worker.models.loading import ModelPair, load_pair, load_tokenizer, unused_weights
 from speclen.worker.models.naming import ModelError
-from speclen.worker.service.assembly import usable_defaults
 from tests.support import tiny_models
 
 
@@ -263,7 +263,7 @@ def test_end_tokens_are_ids_of_the_vocabulary(
     change(folder / "generation_config.json", eos_token_id=named)
     with caplog.at_level(logging.WARNING):
         assert load(folder).eos_token_ids == kept
-    told = [one.message for one in caplog.records if "are left out" in one.message]
+    told = [one.message for one in caplog.records if "are ignored" in one.message]
     assert len(told) == (named not in (None, tiny_models.VOCAB_SIZE - 1))
 
 

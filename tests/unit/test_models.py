@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import speclen.worker.models.devices
 import speclen.worker.models.loading
 import speclen.worker.models.naming
-from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
+from speclen.worker.frontend.server import model_name
+from speclen.worker.models.devices import resolve_device, resolve_dtype
+from speclen.worker.models.loading import load_pair
 from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place
 from speclen.worker.models.widen import widen
-from speclen.worker.reporting.identity import model_name
 from tests.support import tiny_models
 
 
@@ -111,7 +113,7 @@ def test_unknown_devices_and_dtypes_are_named(target: str) -> None:
 def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for fast, small, large in ((True, torch.float32, torch.bfloat16), (False, torch.float32, torch.float32)):
-        monkeypatch.setattr(speclen.worker.models.loading, "cpu_has_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(speclen.worker.models.devices, "cpu_has_bfloat16", lambda fast=fast: fast)
         assert resolve_dtype("auto", cpu, 5_000_000) is small
         assert resolve_dtype("auto", cpu, 60_000_000) is large
     assert resolve_dtype("float16", cpu, 60_000_000) is torch.float16

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from speclen.worker.drafting import ngrams
-from speclen.worker.drafting.ngrams import NgramIndex
+from speclen.worker.requests import ngrams
+from speclen.worker.requests.ngrams import NgramIndex
 
 EVERYTHING = 10**9
 

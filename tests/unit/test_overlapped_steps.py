@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
+from speclen.worker.backends.torch.captured_model import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.detokenize import Detokenizer
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
-from speclen.worker.structured import grammar as grammar_module
-from speclen.worker.structured.grammar import Grammar
+from speclen.worker.sampling import grammar as grammar_module
+from speclen.worker.sampling.grammar import Grammar
 from tests.support import engines
 from tests.support.engines import PROMPT, Collected, RandomArms, RandomLengths, finish, generate, make_engine, request
 from tests.support.grammars import prepare

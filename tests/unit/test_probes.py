@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from speclen.records import Arm, Limits
-from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.reporting.buffer import BLOCK, ReportBuffer
-from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.arms import ArmChoice
+from speclen.worker.reporting.control_client import BLOCK, ControlClient, ReportBuffer
 from tests.support.control_parts import client, probe, step
 
 

@@ -15,9 +15,15 @@ import speclen.worker.profiling.profiler
 from speclen.worker.backends.passes import StepRows
 from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_settings
+from speclen.worker.profiling.profiler import (
+    Profiler,
+    ProfileSettings,
+    fit_settings,
+    measured_cell,
+    quick_settings,
+    survival,
+)
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
-from speclen.worker.profiling.stats import measured_cell, survival
 from tests.support import tiny_models
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.saving.restoring import restore
+from speclen.controller.service.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
 from speclen.store.database import Store
 from speclen.store.schema import StoredState

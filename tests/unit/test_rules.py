@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 from speclen.worker.engine.speculative import speculative_step
 from speclen.worker.engine.step_plan import Proposals, StepPlan
 from speclen.worker.sampling.host import HostRule

@@ -128,7 +128,7 @@ def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
             one.target_length, one.draft_length = generator.randrange(1, 60), generator.randrange(60)
             for pool, length in zip(pools, (one.target_length, one.draft_length), strict=True):
                 pool.layers[0][row, :, :, :length] = marks[one.request.request_id]
-                pool.note_written(row, length)
+                pool.note_written(row, [length])
             start(queue)
         elif action < 0.8 and queue.num_decoding:
             one = generator.choice(queue.decoding)

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speclen.controller.service.registry import FullError, Registration, Registry
-from speclen.controller.service.sequence import GAP_PATIENCE_S, MAX_RANGES, SeqWindow
-from speclen.controller.wire.validation import InvalidMessageError
+from speclen.controller.service.registry import GAP_PATIENCE_S, MAX_RANGES, FullError, Registration, Registry, SeqWindow
+from speclen.controller.wire.messages import InvalidMessageError
 from speclen.records import ContextKey, Limits
 
 arrivals = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=20), max_size=20)

@@ -44,7 +44,7 @@ def run(one: SequenceState, ids: list[int], step: int) -> tuple[list[int], str, 
     told: list[int] = []
     text, output = "", None
     for at in range(0, len(ids), step):
-        output = one.show(one.append(ids[at : at + step]))
+        output = one.output(one.append(ids[at : at + step]))
         told += output.token_ids
         text += output.text
         if one.finished:
@@ -180,7 +180,7 @@ def test_a_sequence_ends_where_it_should(end: str, step: int) -> None:
 
 def test_abort_shows_what_was_held_back() -> None:
     one = sequence(stop=("STOP",))
-    assert one.show(one.append(encode("ab ST"))).text == "ab "
+    assert one.output(one.append(encode("ab ST"))).text == "ab "
     output = one.abort()
     assert (output.text, output.finish_reason, output.token_ids) == ("ST", FinishReason.ABORT, ())
 
@@ -188,4 +188,4 @@ def test_abort_shows_what_was_held_back() -> None:
 def test_log_probabilities_are_cut_with_their_tokens() -> None:
     one = sequence(logprobs=0, max_tokens=2)
     logprobs = [TokenLogprobs(-float(at), (), ()) for at in range(4)]
-    assert [entry.logprob for entry in one.show(one.append([5, 6, 7, 8]), logprobs).logprobs] == [0.0, -1.0]
+    assert [entry.logprob for entry in one.output(one.append([5, 6, 7, 8]), logprobs).logprobs] == [0.0, -1.0]

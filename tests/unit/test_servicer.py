@@ -18,10 +18,9 @@ from speclen.integrations.ray.calls import ServeCall
 from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from speclen.worker.frontend.async_engine import MAX_WAITING_TOKENS, AsyncEngine, OutputRelay, OutputStream
+from speclen.worker.frontend.servicer import caller_of
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, SlowReaderError
-from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
-from speclen.worker.service.servicer import caller_of
 from tests.support import engines, tiny_models
 from tests.support.served import ENDLESS, sampled, served, tokenized
 from tests.support.waiting import PATIENCE_S
@@ -213,7 +212,7 @@ async def test_an_internal_error_is_counted_and_its_text_is_not_sent(
 
     async with served() as at:
         with monkeypatch.context() as broken, capture_logs() as logs:
-            broken.setattr("speclen.worker.service.servicer.by_sequence", fail)
+            broken.setattr("speclen.worker.frontend.servicer.by_sequence", fail)
             said = await at.fails(tokenized(1))
         assert said == ("INTERNAL", "the worker failed to answer; its log says why")
         (told,) = [line for line in logs if line["log_level"] == "error"]

@@ -9,7 +9,7 @@ import pytest
 
 from speclen import store
 from speclen.controller.estimator import Contexts
-from speclen.controller.wire.validation import MAX_INTEGER, MAX_LATENCY_S, MAX_TOKENS, MIN_LATENCY_S
+from speclen.controller.wire.messages import MAX_INTEGER, MAX_LATENCY_S, MAX_TOKENS, MIN_LATENCY_S
 from speclen.records import Arm, Limits
 from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import write

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speclen.worker.structured.source import StructuredOutput, call_head, source
+from speclen.worker.frontend.grammars import StructuredOutput, call_head, source
 from tests.support import tiny_models
 from tests.support.grammars import prepare
 

@@ -7,9 +7,9 @@ import torch
 from structlog.testing import capture_logs
 
 from speclen.records import PLAIN
+from speclen.worker.arms import FixedArm
 from speclen.worker.backends import threads
 from speclen.worker.backends.threads import ThreadChoice, read_usage, watch_cores
-from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.requests.request import FinishReason
 from tests.support.engines import generate, make_engine, make_pair, request
@@ -23,7 +23,7 @@ def test_a_containers_quota_bounds_the_threads(monkeypatch):
     try:
         found = []
         for quota in (float("inf"), 3.5, 0.5):
-            monkeypatch.setattr(threads.control_groups, "cores", lambda quota=quota: quota)
+            monkeypatch.setattr(threads.machine, "cores", lambda quota=quota: quota)
             threads.set_threads(0, pair)
             found.append(torch.get_num_threads())
     finally:
@@ -52,7 +52,9 @@ async def test_without_load_figures_the_number_of_threads_stays(tmp_path, monkey
     """It says so once, and does not end: that would be taken for a failure."""
     with capture_logs() as logs, pytest.raises(TimeoutError):
         await asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 0.2)
-    assert [entry["event"] for entry in logs] == ["the system does not tell how long threads wait: their number stays"]
+    assert [entry["event"] for entry in logs] == [
+        "the number of threads stays: the system has no counters of waiting times"
+    ]
 
 
 def test_the_engine_changes_its_threads_between_steps():

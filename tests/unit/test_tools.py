@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from speclen.worker.frontend.grammars import call_head
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import ChatRequest
-from speclen.worker.http.tools import from_tools
-from speclen.worker.http.translate import Job, structured_output
+from speclen.worker.http.translate import Job, from_tools, structured_output
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
-from speclen.worker.structured.source import call_head
 from tests.support import tiny_models
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}

@@ -20,8 +20,7 @@ from speclen.integrations.vllm.engine import (
 from speclen.integrations.vllm.settings import as_variables, settings_from
 from speclen.integrations.vllm.steering import FLAGGED, MIN_SAMPLES, CautiousLengths
 from speclen.records import PLAIN, Arm, Choice, Limits, StepFlag, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.arms import ArmChoice, ArmTable
 from tests.support import fake_vllm
 
 BOTH = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")

@@ -25,7 +25,7 @@ from speclen.bench.simulation.worlds import WORLDS
 from speclen.controller.estimator import Estimator
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, StepFlag, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_h200_steps.jsonl.gz"

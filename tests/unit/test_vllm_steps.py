@@ -17,7 +17,7 @@ import pytest
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, Limits, StepFlag, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_steps.jsonl"

@@ -18,7 +18,7 @@ from speclen.integrations.vllm.steering import OVERLAPPED_PROBE_STEPS, PROBE_STE
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.integrations.vllm.timing import DeviceClock, StepShape, overlap_flags
 from speclen.records import Arm, StepFlag, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
 
 LENGTHS = (0, 1, 3, 5)

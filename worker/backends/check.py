@@ -1,8 +1,8 @@
-"""Check of a model before it serves: the engine must run it exactly.
+"""Checks of a model before it serves: the engine must compute the same logits as transformers.
 
-Some families bypass transformers' AttentionInterface and would compute something else. So every model is checked twice:
-`inspect_layers` records what its layers pass to the attention function, and `check_model` compares ragged rows, processed
-in pieces, with the model's own plain forward.
+Some model families bypass transformers' AttentionInterface, and would compute something else in the engine. Every model is
+checked twice: `inspect_layers` records what its layers pass to the attention function, and `check_model` compares ragged
+rows, processed in pieces, with the model's plain forward pass.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 
 @dataclass(slots=True)
 class _Call:
-    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see.
+    """Arguments of one call of the attention function. num_visible: tokens that the mask allows the last query to attend to.
 
-    is_causal: as the layer says of itself.
+    is_causal: the layer's own attribute.
     """
 
     layer: int
@@ -50,7 +50,7 @@ class _Call:
 
 
 def _num_visible(mask: torch.Tensor | None) -> int | None:
-    """Tokens that an additive mask [rows, heads or 1, queries, tokens] lets the last query see; None for other masks."""
+    """Tokens that an additive mask [rows, heads or 1, queries, tokens] allows the last query; None for other masks."""
     return (
         int((mask[0, 0, -1] == 0).sum()) if mask is not None and mask.ndim == 4 and mask.is_floating_point() else None
     )
@@ -58,11 +58,11 @@ def _num_visible(mask: torch.Tensor | None) -> int | None:
 
 @torch.inference_mode()
 def inspect_layers(model: Any, name: str) -> list[LayerShape]:
-    """Shapes of every layer's keys and values; the engine's attention is installed in the model afterwards.
+    """Find the shapes of every layer's keys and values, and install the engine's attention in the model.
 
-    The input is longer than the shortest window that the configuration names: some families mask by a window that they do
-    not pass to attention, or pass one by which they do not mask.
-    Raises ModelError when a layer keeps state elsewhere, or attends in an unknown way.
+    The input is longer than the shortest window in the configuration, since some families mask by a window that they do not
+    pass to attention, or pass one by which they do not mask. Raises ModelError if a layer keeps state elsewhere, or attends
+    in an unknown way.
     """
     config = model.config.get_text_config()
     _check_config(config, name)
@@ -149,33 +149,33 @@ def _check_calls(calls: Sequence[_Call], config: Any, name: str) -> None:
 
 
 def _check_masks(calls: Sequence[_Call], config: Any, name: str, num_tokens: int) -> None:
-    """Raises ModelError unless the model masks by exactly the windows that its layers hand to attention."""
+    """Raise ModelError unless the model masks by exactly the windows that its layers pass to attention."""
     for index, call in enumerate(calls):
         expected = min(num_tokens, call.sliding_window or num_tokens)
         if call.num_visible not in (None, expected):
             raise ModelError(
-                f"{name}: layer {index} of {config.model_type} hands on a window of {call.sliding_window or 'all'} tokens, "
-                f"but its mask lets {call.num_visible} of {num_tokens} be seen, so its output would be wrong"
+                f"{name}: layer {index} of {config.model_type} passes a window of {call.sliding_window or 'all'} tokens to "
+                f"attention, but its mask allows {call.num_visible} of {num_tokens}, so its output would be wrong"
             )
 
 
-# Tokens per row in the last pass: as many as are recorded for every worker, so that recordings are checked, too.
+# Tokens per row in the last pass: a width that every worker captures, so that captures are checked, too.
 NUM_TAIL = 2
 LEAST_TOKENS = 48  # of the longest row
-SHORT_ENDS = 2, 5, 12  # of a prompt in short pieces, which may take another path than long ones
-MOST_FED = 256  # tokens in a pass, as in prefill: larger passes may take another path
+SHORT_ENDS = 2, 5, 12  # ends of the pieces of a short prompt: few tokens may take another code path than many
+MOST_FED = 256  # tokens in a pass, as in prefill: larger passes may take another code path
 
 
 @torch.inference_mode()
 def check_model(
     cached: PassModel, plain_model: Any, name: str, least_tokens: int = LEAST_TOKENS, num_tail: int = NUM_TAIL
 ) -> None:
-    """Raises ModelError when ragged rows give other logits than the plain forward of each row.
+    """Raise ModelError if ragged rows give other logits than a plain forward pass of each row.
 
-    plain_model: the same weights as transformers runs them, in its own attention. least_tokens, num_tail: as the constants.
-    Two rows of different lengths are processed in pieces: a prompt each, then several tokens of both rows at once, with a
-    rejected token overwritten in between. One is longer than the shortest window that the configuration names. Before, its
-    beginning is processed as a short prompt.
+    plain_model: the same weights in transformers with its own attention. least_tokens, num_tail: as the constants. Two rows
+    of different lengths are processed in pieces: a prompt each, then several tokens of both rows at once, with a rejected
+    token overwritten in between. One row is longer than the shortest window in the configuration; its beginning is first
+    processed as a short prompt.
     """
     config = plain_model.config.get_text_config()
     shortest = min(_named_windows(config), default=0)
@@ -192,7 +192,7 @@ def check_model(
     except Exception as error:
         why = first_line(error)
         if "row_attention" in why:
-            why = "its layers do not hand the engine's arguments on to their attention"
+            why = "its layers do not pass the engine's arguments on to their attention"
         raise ModelError(
             f"{name}: {config.model_type} does not run in ragged batches{_sharing(config)}: {why}"
         ) from error
@@ -200,7 +200,7 @@ def check_model(
         for row in range(len(ids)):
             cached.pool.release(row)
     if not torch.isfinite(plain).all():
-        raise ModelError(f"{name}: its plain forward gives logits that are not finite")
+        raise ModelError(f"{name}: its plain forward pass gives logits that are not finite")
     difference = float((plain - ragged).square().mean().sqrt() / plain.std().clamp_min(1e-6))
     if not difference <= TOLERANCE[cached.pool.dtype]:
         raise ModelError(
@@ -209,12 +209,12 @@ def check_model(
         )
 
 
-# Largest tokens times parameters of the longest row: some seconds on two CPU cores, one second on a GPU.
+# Largest product of tokens and parameters for the longest row: some seconds on two CPU cores, one second on a GPU.
 BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
 
 def _named_windows(config: Any) -> list[int]:
-    """Windows in any key of the configuration that are shorter than its context."""
+    """Windows shorter than the context, from any key of the configuration."""
     context = getattr(config, "max_position_embeddings", None) or 0
     named = [value for key, value in config.to_dict().items() if "window" in key or "chunk" in key]
     return [window for window in named if type(window) is int and 1 < window < context]
@@ -228,7 +228,7 @@ def _affordable_tokens(model: Any) -> int:
 
 
 def _check_unseen_windows(config: Any, cached: PassModel, name: str) -> None:
-    """Raises ModelError when layers and configuration disagree about a window too long to be run."""
+    """Raise ModelError if layers and configuration disagree about a window that is too long to be tried."""
     window = getattr(config, "sliding_window", None)
     handed = {shape.window for shape in cached.pool.shapes} - {None}
     known = "sliding_window" in inspect.signature(type(config).__init__).parameters or hasattr(
@@ -251,7 +251,7 @@ def _check_ids(cached: PassModel, plain_model: Any, longest: int, num_tail: int)
 
 
 def _plain_logits(model: Any, ids: list[list[int]], num_tail: int) -> torch.Tensor:
-    """Logits [rows * num_tail, vocab] of the last positions, each row alone."""
+    """Logits [rows * num_tail, vocab] of the last positions, with each row in a forward pass of its own."""
     return torch.cat([_alone(model, row)[-num_tail:] for row in ids])
 
 
@@ -261,7 +261,7 @@ def _plain_short_logits(model: Any, tokens: list[int], ends: list[int]) -> torch
 
 
 def _alone(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocab] of a plain forward."""
+    """Logits [tokens, vocab] of a plain forward pass."""
     return model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
 
 
@@ -273,9 +273,9 @@ def _short_logits(model: PassModel, tokens: list[int], ends: list[int]) -> torch
 
 
 def _ragged_logits(model: PassModel, ids: list[list[int]], num_tail: int) -> torch.Tensor:
-    """As `_plain_logits`, through the rows: prompts in chunks, then a junk token each, then the last tokens together.
+    """As `_plain_logits`, by ragged rows: prompts in chunks, then a token to be rejected, then the last tokens together.
 
-    The last chunks of all rows go in one packed pass, as prompts do.
+    The last chunks of all rows are processed in one packed pass, as prompts are.
     """
     prompts = [tokens[:-num_tail] for tokens in ids]
     halves = [max(len(prompt) // 2, len(prompt) - MOST_FED // len(ids)) for prompt in prompts]

@@ -1,16 +1,15 @@
-"""Keys and values of every row of a batch, one pool per model. Independent of requests and models.
+"""The KV cache of torch: keys and values of every row of a batch, one pool per model.
 
-Layout. Every layer has one tensor [rows, 2, kv_heads, max_length, head_dim] (keys, then values), so that attention
-reads rows 0..b-1 and tokens 0..n-1 as a strided view: no gather and no block table. A row keeps the same place whatever
-the lengths of the others.
+Layout. Every layer has one tensor [rows, 2, kv_heads, max_length, head_dim] (keys, then values), so that attention reads
+rows 0..b-1 and tokens 0..n-1 as a strided view, without a gather or a block table. A row keeps its place whatever the
+lengths of the others.
 
-Memory. On Linux CPUs the tensors lie in one anonymous mapping that reserves addresses only. The kernel backs a page
-when a token is first written to it, and `release` hands a row's pages back. Memory thus follows what each row holds, in
-units of one page per head (`allocation_unit` tokens), while all views stay valid; a padded pool would cost
-rows x longest row. On other devices the pool is allocated in full, which also gives captured graphs fixed addresses.
+Memory. On Linux CPUs the tensors lie in one anonymous mapping that only reserves addresses. The kernel backs a page when a
+token is first written to it, and `release` returns a row's pages. So memory follows the tokens that each row holds, in
+units of one page per head (`allocation_unit` tokens), while all views stay valid; a padded pool would take rows x longest
+row. On other devices the pool is allocated in full, which also gives captured graphs fixed addresses.
 
-Rolling back rejected tokens means forgetting them: the caller's length says what is valid, and what lies beyond it is
-overwritten by the next tokens.
+Rejected tokens are rolled back by the caller's length of the row; whatever lies beyond it is overwritten by the next tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from speclen.worker.models import control_groups
+from speclen.worker.models import machine
 
 MAP_NORESERVE = 0x4000  # Linux; the mmap module names it only from Python 3.13 on.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads of keys and values of one layer, and elements per head. window: tokens that a query sees, None for all."""
+    """Key-value heads of a layer, and elements per head. window: tokens that a query attends to; None for all."""
 
     kv_heads: int
     head_dim: int
@@ -43,15 +42,15 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
-        """Numbers that one token takes, key and value together."""
+        """Number of elements of a token's key and value."""
         return 2 * self.kv_heads * self.head_dim
 
 
 class KVPool:
-    """`num_rows` rows of up to `max_length` tokens; callers keep the length of each.
+    """A `RowStore` of `num_rows` rows of up to `max_length` tokens. Callers keep the length of each row.
 
     layers: views [rows, 2, kv_heads, max_length, head_dim], one per layer. max_length is rounded up to the allocation
-    unit. Raises MemoryError, with a sentence, when the addresses or the device memory cannot be had.
+    unit. Raises MemoryError with one sentence if the memory cannot be reserved.
     """
 
     num_looked_up_tokens = num_reused_tokens = 0  # there is no prefix cache
@@ -74,9 +73,9 @@ class KVPool:
         self.max_length = math.ceil(max_length / self.allocation_unit) * self.allocation_unit
         num_elements = sum(shape.elements_per_token for shape in shapes)
         self.bytes_per_token = num_elements * dtype.itemsize
-        self._touched = np.zeros(num_rows, np.int64)  # tokens of each row that ever were written since its last release
+        self._touched = np.zeros(num_rows, np.int64)  # tokens of each row that have been written since its last release
         flat, self._mapping = self._allocate(num_rows * self.max_length * num_elements)
-        # [layers, rows, 2, kv_heads, max_length, head_dim] of neighbours that are alike: a row of all is copied as one.
+        # [layers, rows, 2, kv_heads, max_length, head_dim] of consecutive layers with one shape, copied as one.
         self._alike: list[torch.Tensor] = []
         end = 0
         for (kv_heads, head_dim), group in itertools.groupby(shapes, lambda shape: (shape.kv_heads, shape.head_dim)):
@@ -94,12 +93,8 @@ class KVPool:
         except RuntimeError as error:
             raise no_room(num_elements * self.dtype.itemsize, self.num_rows, self.max_length) from error
 
-    def note_written(self, row: int, length: int) -> None:
-        """Note that tokens 0..length-1 of a row were written, rejected ones included."""
-        self.note_rows_written(row, np.array([length]))
-
-    def note_rows_written(self, first_row: int, lengths: np.ndarray) -> None:
-        """Note the same of rows first_row, ... with tokens 0..lengths[r]-1."""
+    def note_written(self, first_row: int, lengths: Sequence[int] | np.ndarray) -> None:
+        """Note that tokens 0..lengths[r]-1 of rows first_row + r were written, including rejected ones."""
         touched = self._touched[first_row : first_row + len(lengths)]
         np.maximum(touched, lengths, out=touched)
 
@@ -123,31 +118,31 @@ class KVPool:
         """Copy the first `length` tokens of a row over another row."""
         for layers in self._alike:
             layers[:, target, :, :, :length] = layers[:, source, :, :, :length]
-        self.note_written(target, length)
+        self.note_written(target, [length])
 
     @torch.inference_mode()
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
-        """Exchange two rows of the given lengths, and all that was written beyond them."""
+        """Exchange two rows, including what was written beyond their lengths."""
         most = int(max(self._touched[first], self._touched[second], first_length, second_length))
         for layers in self._alike:
             kept = layers[:, first, :, :, :most].clone()
             layers[:, first, :, :, :most] = layers[:, second, :, :, :most]
             layers[:, second, :, :, :most] = kept
-        self.note_written(first, most)
-        self.note_written(second, most)
+        self.note_written(first, [most])
+        self.note_written(second, [most])
 
     @torch.inference_mode()
     def clear_beyond(self, row: int, length: int) -> None:
-        """As RowStore: masked places are read, and 0 times infinity is not 0."""
+        """As RowStore: attention reads masked places, too, and 0 times infinity is NaN."""
         for layers in self._alike:
             layers[:, row, :, :, length : int(self._touched[row])].zero_()
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Clear the row, and give its memory back where possible.
+        """Clear the row, and return its memory to the system where possible.
 
-        Passes also read, masked, beyond a shorter row's end, and 0 times infinity is not 0: without clearing, the overflow
-        of one request would spoil the row for the next.
+        Attention also reads masked places beyond the end of a row, and 0 times infinity is NaN. Without clearing, an
+        overflow in one request would break the row for the next.
         """
         if self._mapping is None:
             for layers in self._alike:
@@ -161,7 +156,7 @@ class KVPool:
         self._touched[row] = 0
 
     def num_bytes_held(self) -> int:
-        """Memory behind the rows: whole allocation units on Linux CPUs, else the whole pool."""
+        """Memory in use by the rows: whole allocation units on Linux CPUs, otherwise the whole pool."""
         if self._mapping is None:
             return self.num_rows * self.max_length * self.bytes_per_token
         unit = self.allocation_unit
@@ -169,7 +164,7 @@ class KVPool:
 
 
 def reserve(num_bytes: int, num_rows: int, max_length: int) -> mmap.mmap:
-    """Addresses alone, on Linux: pages come when they are written to. Raises MemoryError, with a sentence."""
+    """Reserve addresses on Linux; memory is allocated when it is written to. Raises MemoryError with one sentence."""
     try:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, OverflowError) as error:
@@ -189,10 +184,10 @@ def no_room(num_bytes: int, num_rows: int, max_length: int) -> MemoryError:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process could still use on the device."""
     if device.type == "cuda":
-        gc.collect()  # An unused engine may still lie in cycles, with a pool of most of the memory.
-        torch.cuda.empty_cache()  # memory of freed tensors
+        gc.collect()  # An unused engine in a reference cycle may still hold most of the memory.
+        torch.cuda.empty_cache()  # return the memory of freed tensors
         return torch.cuda.mem_get_info(device)[0]
-    for line in control_groups.lines_of("/proc/meminfo"):
+    for line in machine.lines_of("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
-            return min([int(line.split()[1]) * 1024, *control_groups.free_bytes()])
+            return min([int(line.split()[1]) * 1024, *machine.free_bytes()])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

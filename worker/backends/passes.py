@@ -1,4 +1,4 @@
-"""A pass over ragged rows: its rows, their tokens, and the wanted logits. Independent of backends."""
+"""A forward pass over ragged rows: its rows, their tokens, and the wanted logits. Independent of backends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.models.upload import upload
+from speclen.worker.models.devices import upload
 
 
 class StepRows:
-    """Rows first_row, first_row + 1, ... in one step: column c of row r is its token at place starts[r] + c.
+    """Rows first_row, first_row + 1, ... in one step. Column c of row r is its token at position starts[r] + c.
 
-    All passes of a step use some of the columns: `shared` is where a backend caches what they share. starts: [rows], int64,
-    on the host.
+    Each pass of the step uses some of the columns. shared: a backend's cache of what these passes have in common. starts:
+    [rows], int64, on the host.
     """
 
     def __init__(self, starts: np.ndarray, num_columns: int, device: torch.device, first_row: int = 0) -> None:
@@ -31,7 +31,7 @@ class StepRows:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the longest row, that of the last column included."""
+        """Tokens of the longest row, including its last column."""
         return int(self.starts.max()) + self.num_columns
 
     @cached_property
@@ -54,9 +54,9 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class PassPart:
-    """Rows of a pass with equally many tokens.
+    """Rows of a pass that have equally many tokens.
 
-    ids: [rows, queries]. column: of `rows`, of the first token. num_logits: wanted after the last so many.
+    ids: [rows, queries]. column: of the first token, in `rows`. num_logits: number of last tokens whose logits are wanted.
     """
 
     rows: StepRows
@@ -73,8 +73,8 @@ class PassPart:
 class RaggedPart:
     """Rows of a pass with different numbers of tokens, for models that are `ragged`.
 
-    rows: [n] of the pool, in any order. Row rows[r] has counts[r] tokens, at positions starts[r], starts[r] + 1, ...; ids:
-    [sum of counts], row after row. num_logits: [n], wanted after the last so many of each.
+    rows: [n], rows of the cache in any order. Row rows[r] has counts[r] tokens, at positions starts[r], starts[r] + 1, ...
+    ids: [sum of counts], row after row. num_logits: [n], number of last tokens of each row whose logits are wanted.
     """
 
     rows: np.ndarray
@@ -85,37 +85,37 @@ class RaggedPart:
 
     @classmethod
     def of(cls, part: PassPart) -> RaggedPart:
-        """The same rows and tokens, one by one."""
+        """The same rows and tokens as a ragged part."""
         rows, every = part.rows, np.ones(part.rows.num_rows, np.int64)
         numbers = np.arange(rows.first_row, rows.first_row + rows.num_rows)
         starts, counts = rows.starts + part.column, every * part.num_queries
         return cls(numbers, starts, counts, part.ids.reshape(-1), every * part.num_logits)
 
 
-# Widths of padded proposals; beyond the last, multiples of it.
+# Widths to which proposals are padded; beyond the last one, its multiples.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def padded_width(num_proposed: int) -> int:
-    """Columns to which proposals of different lengths are padded: rounded up, so that few shapes occur."""
+    """Width to which proposals are padded: num_proposed rounded up, so that few shapes occur."""
     return next((width for width in WIDTHS if width >= num_proposed), -(-num_proposed // WIDTHS[-1]) * WIDTHS[-1])
 
 
 def equal_parts(parts: Sequence[PassPart | RaggedPart]) -> list[PassPart]:
-    """The parts of a pass, none of which may be ragged."""
+    """The parts of a pass, after an assertion that none is ragged."""
     equal = [part for part in parts if isinstance(part, PassPart)]
     assert len(equal) == len(parts), "only models that are `ragged` take RaggedParts"
     return equal
 
 
 def prompt_part(row: int, ids: Sequence[int], start: int, device: torch.device) -> PassPart:
-    """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
+    """Tokens of one row from position `start` on. The logits after the last one are wanted."""
     rows = StepRows(np.array([start]), len(ids), device, first_row=row)
     return PassPart(rows, upload(np.array([ids]), device), num_logits=1)
 
 
 class RowStore(Protocol):
-    """Keys and values of the rows. Callers know how many tokens of a row are valid."""
+    """Keys and values of the rows: a KV cache. Callers keep track of how many tokens of a row are valid."""
 
     num_rows: int
     device: torch.device
@@ -125,25 +125,25 @@ class RowStore(Protocol):
     num_reused_tokens: int  # found there
 
     def begin(self, row: int, ids: Sequence[int]) -> int:
-        """Start an empty row with the cached prefix of the tokens `ids`; returns the length of that."""
+        """Start an empty row with the longest cached prefix of the tokens `ids`, and return its length."""
 
     def remember(self, row: int, ids: Sequence[int]) -> None:
-        """Let the prefix cache, if there is one, share the row's tokens `ids` with later rows."""
+        """Add the row's tokens `ids` to the prefix cache, if there is one."""
 
     def forget(self) -> None:
-        """Empty the prefix cache: for measurements with repeated prompts, while nothing runs."""
+        """Empty the prefix cache: for measurements with repeated prompts. Only while nothing runs."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Start a row with the first `length` tokens of another."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Give a row the first `length` tokens of another, which is released."""
+        """Move the first `length` tokens of a row to another row."""
 
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Exchange two rows of the given lengths."""
 
     def clear_beyond(self, row: int, length: int) -> None:
-        """Clear what was written beyond the row's first `length` tokens, since it may not be finite."""
+        """Clear what was written beyond the first `length` tokens of a row, since it may be NaN or infinite."""
 
     def release(self, row: int) -> None:
         """Empty the row."""
@@ -153,11 +153,11 @@ class RowStore(Protocol):
 
 
 class PassModel(Protocol):
-    """A model and its rows. Positions from max_context_length on are clamped to the last; their results are unused.
+    """A model with the KV cache of its rows. Results at positions from max_context_length on are undefined.
 
-    ragged: True if passes take RaggedParts, which cost what their tokens cost; their logits are [all wanted, vocab].
-    num_first_uses: passes so far that compiled or recorded something; steps with one are excluded samples. slow_changes:
-    True if a pass takes much longer when its number of tokens differs from the one before. asynchronous: True if `forward`
+    ragged: True if `forward` accepts RaggedParts, without padding; their logits are [all wanted, vocab]. num_first_uses:
+    number of passes so far that compiled or captured something, which makes their step an excluded sample. slow_changes:
+    True if a pass takes much longer when its number of tokens differs from the pass before. asynchronous: True if `forward`
     returns before the device is done.
     """
 
@@ -176,12 +176,12 @@ class PassModel(Protocol):
         """Logits [rows, num_logits, vocab] of each part, valid until the next call."""
 
     def use_threads(self, num_threads: int) -> None:
-        """Compute with that many CPU threads from the next pass on."""
+        """Use this number of CPU threads from the next pass on."""
 
 
 @runtime_checkable
 class HostModel(PassModel, Protocol):
-    """A model whose logits lie in the host's memory, for numpy."""
+    """A model whose logits are in the host's memory, for numpy."""
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
         """As `forward` of one part, as float32 arrays: ids [rows, queries], logits [rows, num_logits, vocab]."""

@@ -1,9 +1,9 @@
-"""Number of CPU threads of a worker's models: as many as help, and fewer while other processes want the cores.
+"""The number of CPU threads for the models: as many as help, and fewer while other processes need the cores.
 
-The threads of a pass wait for each other after every operator, and spin meanwhile, since sleeping and waking takes longer
-than most operators. If another process keeps a core busy, the kernel runs it for milliseconds at a time, and all threads
-spin until theirs comes back: then one thread fewer is several times as fast. So the worker measures how long its threads
-wait for a core, and gives one up while that is much.
+The threads of a forward pass wait for each other after every operator. They spin meanwhile, since sleeping and waking takes
+longer than most operators. If another process is busy on a core, the kernel runs it for milliseconds at a time, and all
+other threads spin until the preempted one continues: one thread fewer is then several times as fast. So the worker measures
+how long its threads wait for a core, and uses fewer threads while that is long.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 import structlog
 import torch
 
-from speclen.worker.models import control_groups
+from speclen.worker.models import machine
 from speclen.worker.models.loading import ModelPair
 
 log = structlog.get_logger()
 
-# Rule of thumb: a further thread pays only with so many more parameters, since small operators cannot be shared.
+# Rule of thumb: each further thread needs this many more parameters, since small operators cannot be split.
 PARAMETERS_PER_THREAD = 8_000_000
 
 INTERVAL_S = 0.5
-# Share of the time for which a thread waited for a core. On two cores with controller and clients it was 6 to 10 percent,
-# beside one busy process 30 to 45.
+# Share of time that a thread waits for a core, above which one is given up. On two cores with a controller and clients it
+# was 6 to 10 percent, with another busy process 30 to 45 percent.
 CROWDED = 0.2
-BUSY = 0.2  # share of the time that a thread must run or want to run to be counted
-FREE_CORE = 0.7  # idle cores before one more thread is tried
-FIRST_HOLD_S = 2.0  # before a thread that was given up is tried again, doubled with every trial that fails
-TRIAL_S = 5.0  # a thread that is given up again so soon after it was tried has failed
+BUSY = 0.2  # share of time that a thread must run, or wait to run, to be counted
+FREE_CORE = 0.7  # idle cores that are needed before one more thread is tried
+FIRST_HOLD_S = 2.0  # before a thread that was given up is tried again; doubles with every failure
+TRIAL_S = 5.0  # a thread that is given up again within this time has failed
 LONGEST_HOLD_S = 60.0
 
 
@@ -43,15 +43,15 @@ def usable_cores() -> set[int]:
 
 
 def set_threads(threads: int, pair: ModelPair) -> None:
-    """Use that many threads from now on in the calling thread; 0: the default for the pair's target."""
+    """Set torch's number of threads, for calls from the calling thread. 0: the default for the target's size."""
     num_parameters = sum(parameter.numel() for parameter in pair.target.parameters())
-    # Beyond a container's quota all threads stop for the rest of its period: fewer are faster.
-    num_cores = max(1, int(min(len(usable_cores()), control_groups.cores())))
+    # Once a container's quota is used up, all threads stop for the rest of its period, so fewer are faster.
+    num_cores = max(1, int(min(len(usable_cores()), machine.cores())))
     torch.set_num_threads(threads or max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD)))
 
 
 class ThreadChoice:
-    """Number of threads, updated once per interval. most: used while no other process wants the cores."""
+    """The number of threads, updated once per interval. most: used while no other process needs the cores."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -60,10 +60,7 @@ class ThreadChoice:
         self._retry_at = self._raised_at = float("-inf")
 
     def update(self, waited: float, free: float, now: float) -> int:
-        """Threads to use from now on.
-
-        waited: as `waited_share`, and free: idle cores, of the last interval. now: seconds.
-        """
+        """Update the number of threads, and return it. waited, free: `waited_share` and idle cores of the last interval."""
         if waited > CROWDED and self.threads > 1:
             failed = now < self._raised_at + TRIAL_S
             self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S) if failed else FIRST_HOLD_S
@@ -77,7 +74,7 @@ class ThreadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds since some moment. ran, waited: of each of this process's threads, by id. idle: over all usable cores."""
+    """Processor time so far, in seconds. ran, waited: of each thread of this process, by id. idle: over all usable cores."""
 
     at: float
     ran: dict[str, float]
@@ -86,7 +83,7 @@ class Usage:
 
 
 def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
-    """Read Linux's counters. Raises OSError or ValueError where there are none, and on other systems."""
+    """Read Linux's counters. Raises OSError, ValueError or IndexError if there are none, as on other systems."""
     ran, waited = {}, {}
     for thread in os.listdir(proc / "self" / "task"):
         try:
@@ -101,7 +98,7 @@ def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
 
 
 def waited_share(before: Usage, after: Usage) -> float:
-    """The largest share of the interval for which a busy thread waited for a core; 0 when none was busy."""
+    """Largest share of the interval that a busy thread waited for a core; 0 if no thread was busy."""
     elapsed, longest = after.at - before.at, 0.0
     for thread, ran in after.ran.items():
         ran -= before.ran.get(thread, 0.0)
@@ -126,5 +123,5 @@ async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
                 use(choice.threads)
             before = after
     except (OSError, ValueError, IndexError) as error:
-        log.info("the system does not tell how long threads wait: their number stays", reason=str(error))
+        log.info("the number of threads stays: the system has no counters of waiting times", reason=str(error))
         await asyncio.Event().wait()

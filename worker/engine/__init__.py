@@ -1,1 +1,1 @@
-"""Continuous batching: rows, plans, speculative steps."""
+"""The engine: continuous batching of sequences, and the speculative steps that advance them."""

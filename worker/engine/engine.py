@@ -1,17 +1,17 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts its sequences in the inbox. `step` gives them rows and runs one
-speculative step over all decoding rows, with prefill in chunks beside it. New tokens go to the request's callback, and a
-finished row is free before the next step. On an asynchronous device, callbacks run during the next step. One thread calls
-`run` (or `step`); all else may be called from any thread.
+The life of a request: `submit` checks it and puts its sequences in the inbox. `step` gives them slots and runs one
+speculative step over all decoding sequences, together with a chunk of prefill. New tokens go to the request's callback, and
+the slot of a finished sequence is free before the next step. On an asynchronous device, callbacks run during the next step.
+One thread calls `run` (or `step`); all other methods may be called from any thread.
 
-A step that fails is run again in parts, and a part that fails ends its own requests: `StepExecutor`.
+A step that fails is run again in parts, and a part that fails ends only its own requests: `StepExecutor`.
 
 Greedy output is the target's own, and sampled output follows the target's distribution, whatever is drafted and whatever
-shares the batch. A request with a seed gives the same tokens in any batch and under any arm: its noise depends on seed,
-sequence and position only. Both hold up to rounding: the last bits of a sum depend on the shape of a product, so two tokens
-whose logits agree to about 1e-5 in float32 may change places. In 16 bits such near ties are common: outputs in different
-batches diverge after some tens to hundreds of tokens, with and without speculation, as in any batching engine.
+else is in the batch. A request with a seed gives the same tokens in any batch and under any arm: its noise depends on seed,
+sequence and position only. Both hold up to rounding: the last bits of a sum depend on the shape of a matrix product, so two
+tokens whose logits agree to about 1e-5 in float32 may change places. In 16 bits such near ties are common: outputs in
+different batches diverge after tens to hundreds of tokens, with and without speculation, as in any batching engine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from dataclasses import asdict, dataclass
 import torch
 
 from speclen.records import PLAIN, Arm, StepRecord
-from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
-from speclen.worker.engine.execution import StepExecutor
+from speclen.worker.arms import ArmChoice, ArmChooser
+from speclen.worker.engine.evaluation import Evaluator
+from speclen.worker.engine.execution import Outbox, StepExecutor, Totals, describe
 from speclen.worker.engine.inbox import Inbox
-from speclen.worker.engine.outbox import Outbox, Totals, describe
 from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_prompts, plan_proposals
 from speclen.worker.engine.step_runner import StepRunner
-from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode, special_texts, spelled_tokens
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest, check_request
 from speclen.worker.requests.sequence import OnOutput, SequenceState, SharedPrompt
-from speclen.worker.requests.validation import check_request
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
@@ -47,10 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineLoad(Totals):
-    """Load of the engine, and its totals.
+    """Present load of the engine, and its totals.
 
-    num_kv_tokens_*: tokens of KV in use, and at most. num_looked_up_tokens: prompt tokens looked up in the prefix cache.
-    num_reused_tokens: those found in it, which need no prefill.
+    num_kv_tokens_used, num_kv_tokens_total: tokens in the KV cache, and its capacity. num_looked_up_tokens: prompt tokens
+    looked up in the prefix cache. num_reused_tokens: those found there, which need no prefill.
     """
 
     num_running: int = 0
@@ -62,9 +60,9 @@ class EngineLoad(Totals):
 
 
 class Engine:
-    """Serves a pair of models. prepared: the result of `prepare`; None: made here.
+    """Serves a target with its draft model. prepared: the result of `prepare`, which is called here if None.
 
-    Raises ModelError when a model cannot be served exactly.
+    Raises ModelError if a model cannot be served exactly.
     """
 
     def __init__(
@@ -101,29 +99,29 @@ class Engine:
     # Called from any thread.
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises ValueError naming the field of a request that this engine cannot serve."""
+        """Raise ValueError, naming the field, if this engine cannot serve the request."""
         limits = self.max_context_length, self.config.max_speculation_length
         check_request(request, self.pair.vocab_size, *limits)
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Take all sequences of a request. Raises as `check`, `sequences` and `take`."""
+        """Queue all sequences of a request. Raises the errors of `check`, `sequences` and `take`."""
         self.check(request)
         self.take(list(self.sequences(request, on_output)))
 
     def sequences(self, request: GenerationRequest, on_output: OnOutput) -> Iterator[SequenceState]:
-        """Make the sequences of a checked request one by one. Raises ValueError for one that never fits the KV cache.
+        """Make the sequences of a checked request one by one. Raises ValueError if one can never fit in the KV cache.
 
         on_output is called from the engine's thread and must not block.
         """
         shared = SharedPrompt() if request.sampling.n > 1 else None
-        shown = request.sampling.include_special_tokens
-        hidden = {} if shown else spelled_tokens(request.sampling.stop, self._special_texts)
+        with_special = request.sampling.include_special_tokens
+        hidden = {} if with_special else spelled_tokens(request.sampling.stop, self._special_texts)
         for index in range(request.sampling.n):
             sequence = SequenceState(
                 request,
                 index,
                 on_output,
-                decode=self._decode_text[not shown],
+                decode=self._decode_text[not with_special],
                 eos_token_ids=self.pair.eos_token_ids,
                 max_context_length=self.max_context_length,
                 draft_context_length=0 if self.draft is None else self.draft.max_context_length,
@@ -134,9 +132,9 @@ class Engine:
             yield sequence
 
     def take(self, sequences: Sequence[SequenceState]) -> None:
-        """Queue sequences of one request for rows, first come first served.
+        """Queue sequences of one request for slots, first come first served.
 
-        Raises DrainingError, EngineFailedError, or ValueError for an id in use.
+        Raises DrainingError, EngineFailedError, or ValueError if the request id is in use.
         """
         self._inbox.put(sequences)
 
@@ -145,7 +143,7 @@ class Engine:
         return self._inbox.abort(request_id)
 
     def stop(self) -> None:
-        """Let `run` return after the running step, and abort unfinished requests."""
+        """Make `run` return after the running step, and abort unfinished requests."""
         self._inbox.stop()
 
     @property
@@ -154,15 +152,15 @@ class Engine:
         return self._inbox.failure
 
     def use_threads(self, num_threads: int) -> None:
-        """Compute with that many CPU threads from the next step on."""
+        """Use this number of CPU threads from the next step on."""
         self._wanted_threads = num_threads
 
     def use_chooser(self, chooser: ArmChooser) -> None:
-        """Switch to another chooser of arms, while nothing runs."""
+        """Replace the chooser of arms. Only while nothing runs."""
         self._chooser = chooser
 
     def load(self) -> EngineLoad:
-        """A snapshot, whose numbers may belong to neighbouring steps."""
+        """A snapshot from any thread. Its numbers may come from two neighbouring steps."""
         return EngineLoad(
             **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
@@ -176,10 +174,10 @@ class Engine:
     # The engine's thread.
 
     def run(self) -> None:
-        """Step until `stop`; sleep while there is nothing to do.
+        """Run steps until `stop`; sleep while there is nothing to do.
 
-        An exception outside of a step's own work ends all requests, and the engine goes on empty. If even that fails, the
-        engine ends: requests get an error, and EngineFailedError is raised here and from then on by `submit`.
+        An exception outside of a step's own work ends all requests, and the engine continues empty. If the recovery fails,
+        the engine ends: all requests get an error, and this method and every later `submit` raise EngineFailedError.
         """
         try:
             stopping = False
@@ -188,22 +186,22 @@ class Engine:
                 try:
                     self.step()
                 except Exception as error:
-                    log.exception("an iteration failed outside its step; all requests end")
+                    log.exception("an iteration failed outside its step: all requests end")
                     self._recover(error)
         except BaseException as error:
             raise self._fail(error) from error
 
     def _recover(self, error: Exception) -> None:
-        """Start again with empty rows, since their state is unknown."""
+        """End all requests and empty all slots, since their state is unknown."""
         self._outbox.deliver()
         unfinished = self._inbox.give_up()
         self.scheduler.clear()
         self._outbox.abort(unfinished, error)
 
     def _fail(self, error: BaseException) -> EngineFailedError:
-        """End every request with an error, whatever else fails."""
+        """End every request with an error, even if its last output cannot be delivered."""
         log.critical("the engine ends", exc_info=error)
-        failure = EngineFailedError(f"the engine has ended ({describe(error)}): start the worker again")
+        failure = EngineFailedError(f"the engine has ended ({describe(error)}): restart the worker")
         failure.__cause__ = error
         self.scheduler.rows.clear()
         self.scheduler.waiting.clear()
@@ -214,7 +212,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepRecord | None:
-        """One iteration: admit sequences, then run a step of the decoding rows with prefill. None when no row decoded."""
+        """One iteration: admit sequences, plan a step of decoding and prefill, and run it. None if no sequence decoded."""
         started = time.perf_counter()
         self._adjust_threads()
         self._take_in()
@@ -236,8 +234,8 @@ class Engine:
                     model.use_threads(wanted)
                 self.num_threads = wanted
             except Exception:
-                log.exception("%d threads cannot be used: %d stay", wanted, self.num_threads)
-                self._wanted_threads = self.num_threads  # else tried before every step
+                log.exception("cannot change to %d CPU threads: %d stay in use", wanted, self.num_threads)
+                self._wanted_threads = self.num_threads  # or the change would be tried again before every step
                 for model in models:  # one of them may have changed
                     with contextlib.suppress(Exception):
                         model.use_threads(self.num_threads)
@@ -252,7 +250,7 @@ class Engine:
             self._executor.end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
     def _plan(self) -> StepPlan:
-        """Admit sequences, select the arm, and plan the next step."""
+        """Admit sequences, select the arm for the decoding batch, and plan the next step."""
         num_new, prefilled = self._admit()
         rows = self.scheduler.decoding
         chunks = plan_prompts(self.scheduler.rows[len(rows) :], self.config.prefill_chunk)
@@ -271,27 +269,27 @@ class Engine:
         return plan
 
     def _admit(self) -> tuple[int, bool]:
-        """Give rows to waiting sequences. Returns how many lack their first token, and True if any got it here."""
+        """Admit waiting sequences. Returns how many still lack their first token, and True if any got it from a copy."""
         num_before = len(self.scheduler.rows)
         for sequence, error in self.scheduler.admit():
-            log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
+            log.error("request %s ends: it cannot start", sequence.request.request_id, exc_info=error)
             self._outbox.abort([sequence], error)
         new = self.scheduler.rows[num_before:]
         started = self._start_from_shared()
         return sum(sequence not in started for sequence in new), bool(started)
 
     def _start_from_shared(self) -> list[SequenceState]:
-        """Start sequences whose shared prompt is prefilled; returns them, with their first token."""
+        """Start sequences whose prompt another one of their request has prefilled. Returns them, with their first token."""
         started: list[SequenceState] = []
         while (pair := self.scheduler.next_copy()) is not None:
             sequence, source = pair
             try:
                 ids, logprobs = self.runner.copy_prompt(sequence, source)
             except Exception as error:
-                log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
+                log.exception("copying a prompt of %d tokens failed: its request ends", sequence.num_prompt_tokens)
                 self._executor.end([sequence], error)
             else:
-                self._outbox.hand_out(sequence, ids, logprobs)
+                self._outbox.accept(sequence, ids, logprobs)
                 self.scheduler.settle([sequence])
                 started.append(sequence)
         return started

@@ -1,16 +1,24 @@
-"""Inbox of the engine's thread: sequences, aborts, and the request to stop. Safe from any thread."""
+"""Entrance to the engine: its one computing thread, and the inbox through which other threads reach it."""
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from speclen.worker.requests.request import DrainingError, EngineFailedError
 from speclen.worker.requests.sequence import SequenceState
 
+Result = TypeVar("Result")
+
 
 class Inbox:
-    """Registry of the accepted sequences that have not ended."""
+    """Sequences, aborts and the request to stop, for the engine's thread; also the registry of unfinished sequences.
+
+    Safe from any thread.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +37,7 @@ class Inbox:
     def put(self, sequences: Sequence[SequenceState]) -> None:
         """Accept some or all sequences of one request.
 
-        Raises EngineFailedError, DrainingError, or ValueError for an id in use.
+        Raises EngineFailedError, DrainingError, or ValueError if the request id is in use.
         """
         request = sequences[0].request
         with self._changed:
@@ -45,7 +53,7 @@ class Inbox:
             self._changed.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Ask for the end of a request. Returns False for an unknown id."""
+        """Ask for the end of a request. Returns False if the id is unknown."""
         with self._changed:
             if request_id not in self._unfinished:
                 return False
@@ -54,7 +62,7 @@ class Inbox:
             return True
 
     def stop(self) -> None:
-        """Accept no more requests, and abort all."""
+        """Abort all requests, and accept no more."""
         with self._changed:
             self._stopping = True
             self._aborting.update(self._unfinished)
@@ -63,13 +71,13 @@ class Inbox:
     # For the engine's thread.
 
     def wait(self, busy: bool) -> bool:
-        """Sleep until there is something to do, not at all if busy. Returns True to stop after it."""
+        """Sleep until there is something to do; busy: there is. Returns True if the engine should stop after that."""
         with self._changed:
             self._changed.wait_for(lambda: busy or self._incoming or self._aborting or self._stopping)
             return self._stopping
 
     def take(self) -> tuple[list[SequenceState], set[str]]:
-        """Sequences put in, and ids of requests to abort, since the last call."""
+        """The sequences put in, and the ids of requests to abort, since the last call."""
         with self._changed:
             incoming, self._incoming = self._incoming, []
             aborting, self._aborting = self._aborting, set()
@@ -87,8 +95,38 @@ class Inbox:
                 self._aborting.discard(request_id)
 
     def give_up(self, failure: BaseException | None = None) -> list[SequenceState]:
-        """Remove and return every unfinished sequence. failure: set when no request may be accepted any more."""
+        """Return every unfinished sequence, for the caller to end. failure: the error that refuses new requests."""
         with self._changed:
             self.failure = failure or self.failure
             self._incoming, self._aborting = [], set()
             return [sequence for left in self._unfinished.values() for sequence in left]
+
+
+class EngineThread(threading.Thread):
+    """The one thread of a worker that computes with torch. It loads the models, measures, and runs the engine.
+
+    It runs functions one after the other. Every thread that ever computed keeps OpenMP threads of its own. If they
+    outnumber the cores, all of them sleep instead of spinning briefly when they wait for each other, hundreds of times in a
+    forward pass: with two threads on two cores that costs a third of the throughput. A daemon thread, so that a forward
+    pass that hangs does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="engine", daemon=True)
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run function(*args) after all functions passed before."""
+        future: Future[Result] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def run(self) -> None:
+        while True:
+            future, function, args = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)

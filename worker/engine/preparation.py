@@ -1,4 +1,4 @@
-"""Preparation of a pair of models: private copies, pools that fit the memory, and the check of each model."""
+"""Preparation of a target and draft model: a backend, KV caches that fit in memory, and the check of each model."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.passes import PassModel, padded_width
 from speclen.worker.backends.torch.attention import install
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.captured_model import CapturedModel, GraphRecorder, Recorder
 from speclen.worker.backends.torch.llama import rewrite
 from speclen.worker.backends.torch.packed_linear import pack_linears, private_copy
-from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
-from speclen.worker.models.loading import ModelPair
+from speclen.worker.models.loading import ModelPair, quiet_transformers
 from speclen.worker.models.naming import ModelError, check_settings
-from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
-POOL_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the free memory that keys and values may take
-# To choose tokens on a GPU: most bytes per row, place and token of the vocabulary, see tests/unit/test_sampling_cost.py.
+POOL_SHARE = {"cuda": 0.8, "cpu": 0.5}  # share of the free memory for keys and values
+# Memory to choose tokens on a GPU: bytes per row, position and vocabulary entry (tests/unit/test_sampling_cost.py).
 SAMPLING_BYTES = 24
-# Queries and logits per row of the draft's passes: it lacks one token, or two after a fully accepted draft.
+# Queries and logits per row of the draft model's passes: it lacks one token, or two after a fully accepted draft.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
-# Tokens of the longest row in the check of kernels, which read at most 128 keys at once. Triton's interpreter is slow.
+# Tokens of the longest row in the check of our kernels, which read up to 128 keys at once. Triton's interpreter is slow.
 KERNEL_TOKENS = {"cuda": 3 * 128}
-# Least context of a row: with less memory there are fewer rows.
+# Smallest context of a row. If memory does not suffice for it, there are fewer rows.
 LEAST_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of an engine. Every default works. backend: one of `naming.BACKENDS`."""
+    """Settings of an engine. backend: one of `naming.BACKENDS`."""
 
     max_batch_size: int = 32  # sequences, decoding and prefilling
     max_speculation_length: int = 8  # draft tokens per row and step, at most
@@ -59,7 +57,7 @@ class EngineConfig:
 
     @property
     def max_proposed_tokens(self) -> int:
-        """Tokens per row and step that may be rejected: places that a row needs beyond its own."""
+        """Tokens per row and step that may be rejected: positions that a row needs beyond its own."""
         if not self.ngram:
             return self.max_speculation_length
         return padded_width(max(self.max_speculation_length, NGRAM_MAX_TOKENS))
@@ -67,9 +65,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPair:
-    """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
+    """The models as a backend runs them, and what fits in memory.
 
-    limits, max_context_length: as configured, or less to fit. backend: name and version.
+    draft: None if nothing can be drafted. limits, max_context_length: as configured, or smaller to fit. max_kv_tokens:
+    capacity over all rows, in tokens that take the memory of both models. backend: name and version.
     """
 
     target: PassModel
@@ -82,10 +81,7 @@ class PreparedPair:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A model of the pair as transformers runs it, with its user's name for it and its layers' shapes.
-
-    context: number of its positions.
-    """
+    """A model as transformers runs it, with the user's name for it, its layers' shapes, and its number of positions."""
 
     model: Any
     name: str
@@ -95,17 +91,17 @@ class _Named:
 
 @torch.inference_mode()
 def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = None) -> PreparedPair:
-    """The pair as a backend runs it; the given models are not changed and share their weights.
+    """Prepare both models on a backend. The given models are not changed, and share their weights with the result.
 
-    recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
-    Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
+    recorder: captures decoding passes; None: CUDA graphs on a GPU, no capture elsewhere. Raises ModelError if a model cannot
+    be served exactly, or if its keys and values do not fit in memory.
     """
     check_settings(backend=config.backend)
     named = [_named(pair.target, pair.target_name, pair.max_context_length)]
     if pair.draft is not None and config.max_speculation_length:
         named.append(_named(pair.draft, pair.draft_name, pair.draft_context_length or pair.max_context_length))
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
-    # Tokens of KV in memory. A GPU's pools are allocated in full, and passes need room too.
+    # Tokens whose keys and values fit in memory. On a GPU the caches are allocated in full, and passes need memory, too.
     budget = int(POOL_SHARE[pair.device.type] * free_memory(pair.device)) // bytes_per_token
     num_rows, context = _rows_and_context(pair, config, budget, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
@@ -128,9 +124,9 @@ def _named(model: Any, name: str, context: int) -> _Named:
 
 
 def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair) -> list[PassModel] | None:
-    """The models on OpenVINO, checked against transformers; None where torch has to run them.
+    """The models on OpenVINO, checked against transformers; None if torch has to run them.
 
-    Raises ModelError when OpenVINO cannot run them and was asked for.
+    Raises ModelError if OpenVINO was asked for by name and cannot run them.
     """
     reason = openvino.why_not(pair.device, pair.dtype)
     if reason is None:
@@ -138,7 +134,7 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
             return [_load_openvino(one, config, pair) for one in named]
         except Exception as error:  # OpenVINO raises errors of all kinds for unknown operators.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            reason = lines[-1][:300]  # where OpenVINO names the cause
+            reason = lines[-1][:300]  # OpenVINO names the cause in the last line
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
     log.log(
@@ -178,7 +174,7 @@ def _on_torch(
         log.info("compiled Triton's kernels in %.1f s", time.monotonic() - started)
     for model, one in zip(captured, named, strict=True):
         _check_kernels(model, one, config)
-    # Recording while serving takes ten times as long as a pass. The draft's passes, which take less, come first.
+    # A capture while serving takes ten times as long as a pass. The draft model's, which are quicker, come first.
     started = time.monotonic()
     number = sum(model.record_ahead(started + config.record_ahead_s) for model in reversed(captured))
     if number:
@@ -187,7 +183,7 @@ def _on_torch(
 
 
 def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
-    """Queries and logits per row of verification passes."""
+    """Numbers of queries and logits per row that occur in verification."""
     lengths = set(range(config.max_speculation_length + 1 if drafts else 1))
     if config.ngram:
         lengths |= {padded_width(proposed) for proposed in range(1, config.max_proposed_tokens + 1)}
@@ -195,7 +191,7 @@ def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
 
 
 def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -> None:
-    """Leave out the kernels of recorded passes if they change the logits."""
+    """Stop using our kernels in captured passes if they change the logits."""
     if not (config.check_models and captured.has_kernels):
         return
     widest = max((queries for queries, _ in captured.widths), default=NUM_TAIL)
@@ -221,7 +217,7 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
         rewritten = rewrite(model, pool.shapes, one.context)
         if rewritten is not None:
             return checked(rewritten)
-    except Exception as error:  # Another version of transformers may differ; its own operators still work.
+    except Exception as error:  # in another version of transformers, whose own operators still work
         log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
 
@@ -235,22 +231,22 @@ def _make_pool(one: _Named, config: EngineConfig, pair: ModelPair) -> KVPool:
 
 
 def _spare_tokens(config: EngineConfig) -> int:
-    """Places per row beyond the context, written by padding rows of recorded passes.
+    """Positions per row beyond the context, for padding rows of captured passes to write to.
 
-    As many as a recorded pass has queries per row: verification's, or the draft's two.
+    As many as such a pass has queries per row: those of verification, or the draft model's two.
     """
     return max(2, config.max_proposed_tokens + 1)
 
 
 def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_per_token: int) -> tuple[int, int]:
-    """Rows and tokens per row, reduced to fit the memory. budget: tokens of KV in memory."""
+    """Numbers of rows and of tokens per row, reduced to fit in memory. budget: tokens that fit in memory."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
-    # Tokens of KV that take as much memory as a row's logits, and as choosing its tokens.
+    # A row's logits, and choosing its tokens, take as much memory as this many tokens' keys and values.
     logit_bytes = (SAMPLING_BYTES + pair.dtype.itemsize) * pair.vocab_size
     sampling = -(-logit_bytes * (config.max_proposed_tokens + 1) // bytes_per_token)
     spare, gib = config.max_proposed_tokens + _spare_tokens(config), budget * bytes_per_token / 2**30
     if pair.device.type == "cpu":
-        # The kernel allocates pages when they are written, so that rows share the memory.
+        # The kernel allocates pages when they are first written, so rows share the memory.
         fitting = wanted[0], min(wanted[1], max(LEAST_CONTEXT, budget - spare))
     else:
         least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
@@ -267,9 +263,9 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, budget: int, bytes_
 
 
 def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budget: int) -> tuple[int, int]:
-    """All rows with all or fewer tokens, else fewer rows with the least tokens; (0, least) if none fits.
+    """All rows with as many tokens as fit; if that is below least_tokens, fewer rows with least_tokens each.
 
-    spare: places per row on top of its tokens. budget: places in memory.
+    spare: positions per row on top of its tokens. budget: positions that fit in memory. (0, least_tokens) if no row fits.
     """
     fitting = min(num_tokens, budget // num_rows - spare)
     if fitting >= least_tokens:

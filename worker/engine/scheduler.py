@@ -1,13 +1,13 @@
-"""Assignment of sequences to rows, their slots in the batch. Only the scheduler places, moves or frees a row.
+"""Assignment of sequences to slots of the batch: the rows of the KV caches. Only the scheduler places, moves or frees them.
 
-Rows form three regions, so that every pass works on rows 0..n-1 of its pool:
+The rows form three regions, so that every forward pass works on rows 0..n-1 of its cache:
 
     0 .. num_drafting-1          decoding, may draft
     .. num_decoding-1            decoding, opted out of speculation
     .. len(rows)-1               prefilling, first come first served
 
-When a row ends, the last row of its region takes its place, the last row of the next region fills that gap, and the
-prefilling rows move up: at most three copies of one row's keys and values.
+When a sequence ends, the last row of its region moves to its place, the last row of the next region fills that gap, and the
+prefilling rows move up. That takes at most three copies of one row's keys and values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from speclen.worker.requests.sequence import SequenceState
 
 
 class Scheduler:
-    """First come first served. A sequence gets a free row once its largest possible number of tokens fits.
+    """Admits sequences first come first served, each once there is a free row and room for all tokens it may ever have.
 
-    slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for sampling states,
-    made with the row.
+    slack: tokens that a step may write beyond a sequence's own. max_kv_tokens: capacity over all rows. vocab_size: for the
+    sampling state, which is made when a sequence gets its row.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[SequenceState]:
-        """Sequences of rows 0..num_decoding-1."""
+        """The decoding sequences, in the order of their rows 0..num_decoding-1."""
         return self.rows[: self.num_decoding]
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of a sequence that has the whole KV cache for itself."""
+        """Largest number of tokens of a sequence that has the whole KV cache to itself."""
         return self.max_kv_tokens - self._slack
 
     def kv_need(self, sequence: SequenceState) -> int:
@@ -62,7 +62,7 @@ class Scheduler:
         return sequence.limit + self._slack
 
     def check_fits(self, sequence: SequenceState) -> None:
-        """Raises ValueError for a sequence that can never fit."""
+        """Raise ValueError if the sequence can never fit."""
         need, sampling = self.kv_need(sequence), sequence.request.sampling
         if need > self.max_kv_tokens:
             raise ValueError(
@@ -77,11 +77,11 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def admit(self) -> list[tuple[SequenceState, Exception]]:
-        """Give rows to waiting sequences while they fit. Returns those that failed, with their errors."""
+        """Give rows to waiting sequences while they fit. Returns those that could not start, with their errors."""
         failed = []
         while self.waiting and len(self.rows) < self._max_batch_size:
             if self.num_reserved_tokens + self.kv_need(self.waiting[0]) > self.max_kv_tokens:
-                break  # No overtaking: a large request would starve.
+                break  # Nothing overtakes it, or a large request would starve.
             sequence = self.waiting.popleft()
             try:
                 sequence.start_sampling(self._vocab_size, self._pools[0].device)
@@ -95,7 +95,7 @@ class Scheduler:
         return failed
 
     def _begin(self, sequence: SequenceState) -> None:
-        """Start with the cached prefix of the prompt without its last token, whose logits are needed."""
+        """Start the row with the cached prefix of the prompt, without the last token, whose logits are needed."""
         ids = sequence.tokens[:-1]
         held = [pool.begin(sequence.row, ids) for pool in self._pools]
         sequence.target_length, sequence.draft_length = held[0], held[-1] if len(held) == 2 else 0
@@ -105,9 +105,9 @@ class Scheduler:
             pool.remember(sequence.row, sequence.tokens[:length])
 
     def next_copy(self) -> tuple[SequenceState, SequenceState | None] | None:
-        """The first prefilling sequence and a decoding one with the same prefilled prompt, if there are such.
+        """The first prefilling sequence and a decoding one to copy its prompt from, if another has prefilled that prompt.
 
-        None instead of the second where the next token is the last one and the logits are known: it needs no keys.
+        The second is None if the next token is the last one: it needs the logits after the prompt, but no keys.
         """
         if self.num_decoding == len(self.rows):
             return None
@@ -116,15 +116,15 @@ class Scheduler:
             return None
         source = next((other for other in self.decoding if other.shared is sequence.shared), None)
         if source is None and (sequence.num_left > 1 or sequence.request.grammar is not None):
-            return None  # The sequences that held it have ended.
+            return None  # The sequences that held the prompt have ended.
         return sequence, source
 
     # After a step.
 
     def settle(self, sequences: Iterable[SequenceState]) -> None:
-        """Free the rows of ended sequences, and move those with a first token among the decoding ones.
+        """Free the rows of ended sequences, and move sequences to the region that fits them now.
 
-        Sequences too long for the draft model move among the rows that do not draft.
+        Those with their first token start decoding. Those too long for the draft model stop drafting.
         """
         for sequence in sequences:
             if sequence.finished:
@@ -145,7 +145,7 @@ class Scheduler:
         self.num_drafting += 1
 
     def _remove(self, sequence: SequenceState) -> None:
-        """Free the row and reservation of a sequence, if it has any."""
+        """Free the row and the reserved tokens of a sequence, if it has a row."""
         if sequence.row < 0:
             return
         if not sequence.failed:
@@ -166,13 +166,13 @@ class Scheduler:
         self.rows.pop()
 
     def drop_waiting(self, request_id: str) -> list[SequenceState]:
-        """Take a request's waiting sequences out of the queue."""
+        """Remove a request's waiting sequences from the queue, and return them."""
         dropped = [sequence for sequence in self.waiting if sequence.request.request_id == request_id]
         self.waiting = deque(sequence for sequence in self.waiting if sequence.request.request_id != request_id)
         return dropped
 
     def clear(self) -> None:
-        """Drop all sequences and release their rows. Moves nothing, so that it works after any failure."""
+        """Drop all sequences and release their rows. Nothing is moved, so this works after any failure."""
         rows, self.rows = self.rows, []
         self.waiting.clear()
         self.num_drafting = self.num_decoding = self.num_reserved_tokens = 0
@@ -183,7 +183,7 @@ class Scheduler:
     # Keys and values.
 
     def _fill(self, hole: int, source: int) -> int:
-        """Move a row into the hole; returns the new hole."""
+        """Move the source row into the hole, and return the new hole: the source."""
         if source != hole:
             moved = self.rows[hole] = self.rows[source]
             moved.row = hole
@@ -206,5 +206,5 @@ class Scheduler:
 
 
 def lengths(sequence: SequenceState) -> tuple[int, int]:
-    """Tokens of the sequence's row in the target's pool and in the draft's."""
+    """Tokens of the sequence in the target's KV cache and in the draft model's."""
     return sequence.target_length, sequence.draft_length

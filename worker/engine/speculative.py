@@ -1,11 +1,11 @@
-"""One step of a batch: draft, verify, accept. Rejected tokens are rolled back by the rows' lengths alone.
+"""One step of a batch: draft, verify, accept. Rejected tokens are rolled back by shortening the rows.
 
-Before a step a row has n tokens, the last of which is pending: no model has processed it. The target's pool holds the
-keys and values of tokens 0..n-2. The draft's pool may lack more: one token after a fully accepted draft, or many after
-steps of length 0. All rows are rows 0..b-1 of both models.
+Before a step a row has n tokens. The last one is pending: no model has processed it. The target's KV cache holds the keys
+and values of tokens 0..n-2. The draft model's may lack more: one token after a fully accepted draft, or many after steps of
+length 0. The sequences are rows 0..b-1 of both caches.
 
-The step has three forms. `speculative_step` fits every model and plan: rows are padded to the longest. `host_step` is the
-same by numpy, for rows with one draft length. `ragged_step` gives a `ragged` model exactly the tokens of each row.
+The step has three forms. `speculative_step` fits every model and plan, and pads rows to the longest. `host_step` does the
+same in numpy, for rows with one draft length. `ragged_step` gives a `ragged` model exactly the tokens of each row.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from speclen.records import StepFlag
 from speclen.worker.backends.passes import HostModel, PassModel, PassPart, RaggedPart, StepRows, padded_width
 from speclen.worker.engine.step_plan import StepPlan
-from speclen.worker.models.upload import upload
+from speclen.worker.models.devices import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule, on_host, places_of
 from speclen.worker.sampling.rules import TokenRule
 
 RowLogits: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # by row, [columns, vocab]
-# num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1, none where that is -1;
-# then the target's logits: of every row, [its proposals + 1 or more, vocab], and [1, 1, vocab] after each of the prompts.
+# num_accepted [b], and tokens [b, k + 1]: the first num_accepted[r] + 1 are the new tokens of row r, none if it is
+# -1. Then the target's logits: [its proposals + 1 or more, vocab] of every row, and [1, 1, vocab] after each of the prompts.
 StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowLogits, list[torch.Tensor]]
 
 
@@ -41,10 +41,11 @@ def speculative_step(
     rule: TokenRule,
     prompts: Sequence[PassPart] = (),
 ) -> StepOutcome:
-    """Draft tokens for the rows, verify them, or n-grams, in one pass of the target, and accept a prefix of each.
+    """Draft tokens for the rows, verify these or n-gram tokens in one forward pass of the target, and accept a prefix.
 
-    Length 0 is plain decoding along the same path, without the draft. width: last tokens of each row that the draft lacks,
-    the pending one included. prompts: of other rows, in the same pass of the target. The caller updates the rows' lengths.
+    Length 0 is plain decoding along the same path, without the draft model. width: number of last tokens of each row that
+    the draft model lacks, including the pending one. prompts: of other rows, for the same forward pass of the target. The
+    caller updates the rows' lengths.
     """
     device, length = target.device, plan.draft_length
     num_proposed = padded_width(max(plan.num_proposed)) if plan.has_ngrams else length
@@ -69,10 +70,10 @@ def speculative_step(
 def _draft(
     draft: PassModel, rows: StepRows, recent_ids: torch.Tensor, draft_ids: torch.Tensor, rule: TokenRule
 ) -> None:
-    """Fill draft_ids [b, k] for the drafting rows, one pass of the draft per token.
+    """Fill draft_ids [b, k] for the drafting rows, with one forward pass of the draft model per token.
 
-    The first pass also processes the tokens that the draft lacks. A row that lacks fewer than others repeats some, which
-    rewrites the same keys and values.
+    The first pass also processes the tokens that the draft model lacks. A row that lacks fewer than the others repeats
+    some, which rewrites the same keys and values.
     """
     ids, column = recent_ids[: rows.num_rows], 0
     for drafted in range(draft_ids.shape[1]):
@@ -85,9 +86,10 @@ def _draft(
 def host_step(
     target: HostModel, draft: HostModel | None, plan: StepPlan, width: int, rule: HostRule
 ) -> tuple[np.ndarray, np.ndarray]:
-    """StepOutcome's num_accepted and tokens, by numpy. width: as in speculative_step.
+    """StepOutcome's num_accepted and tokens, computed in numpy. width: as in speculative_step.
 
-    After a pass the caches hold weights, and the next code comes from memory again: far more of it with torch than numpy.
+    After a forward pass the processor's caches hold weights, so the code that follows is read from memory again. With torch
+    that is far more code than with numpy.
     """
     length = plan.draft_length
     rows, every = StepRows(num_tokens_of(plan) - width, width + length, target.device), np.arange(len(plan.rows))
@@ -103,7 +105,7 @@ def host_step(
 
 
 def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, HostModel | None] | None:
-    """Both models, if both have their logits on the host; else None."""
+    """Both models, if the logits of both are in the host's memory; else None."""
     if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
         return target, draft
     return None
@@ -112,7 +114,7 @@ def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, 
 def ragged_step(
     target: PassModel, draft: PassModel | None, plan: StepPlan, rule: TokenRule, prompts: Sequence[PassPart] = ()
 ) -> StepOutcome:
-    """As speculative_step; the draft model runs over the rows that draft."""
+    """As speculative_step, without padding; the draft model processes only the rows that draft."""
     num_proposed = np.array(plan.num_proposed)
     proposed = torch.from_numpy(plan.ngram_table(int(num_proposed.max())))
     if plan.draft_length:
@@ -135,7 +137,7 @@ def ragged_step(
 
 
 def _draft_ragged(draft: PassModel, plan: StepPlan, rule: TokenRule, proposed: torch.Tensor) -> None:
-    """Fill in the draft tokens of the rows that draft, one pass of the draft model per token. proposed: [b, k]."""
+    """Fill proposed [b, k] for the rows that draft, with one forward pass of the draft model per token."""
     num_drafted = np.array(plan.draft_lengths)
     (rows,) = np.nonzero(num_drafted)
     num_rows = rows[-1] + 1
@@ -161,13 +163,13 @@ def _draft_ragged(draft: PassModel, plan: StepPlan, rule: TokenRule, proposed: t
 
 
 def num_tokens_of(plan: StepPlan) -> np.ndarray:
-    """[b], tokens of each row, the pending one included."""
+    """[b]: number of tokens of each row, including the pending one."""
     return np.array([len(row.tokens) for row in plan.rows])
 
 
 @dataclass(slots=True)
 class Decided:
-    """Tokens of sequences, as in StepOutcome. logits: empty where log probabilities are not wanted."""
+    """Tokens chosen for sequences, as in StepOutcome. logits: empty if no log probabilities are wanted."""
 
     sequences: Sequence[SequenceState]
     num_accepted: torch.Tensor | np.ndarray
@@ -175,17 +177,16 @@ class Decided:
     logits: RowLogits = ()
 
     def read(self) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
-        """New tokens of each sequence, and their log probabilities, as soon as the device has them."""
+        """New tokens of each sequence, and their log probabilities. Waits for the device."""
         return new_tokens(self.num_accepted, self.ids), logprobs_of(self.sequences, self.logits, self.ids)
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step under way. decided: for the rows, then for sequences whose prompts it completes.
+    """A step that the device is running. decided: for the decoding rows, then for sequences whose prompts it completes.
 
-    flags: reasons for which it is no usable sample. ids, logprobs: after `read`, new tokens of each of the plan's sequences
-    in its order, None where a prompt goes on, empty where the logits are NaN or infinite; and their log probabilities, None
-    where not wanted.
+    flags: reasons why it is not a usable sample. After `read`, for each sequence of the plan in order: ids, its new tokens,
+    None if its prompt is not complete, empty if its logits are NaN or infinite; and logprobs, None unless wanted.
     """
 
     plan: StepPlan
@@ -195,7 +196,7 @@ class LaunchedStep:
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
 
     def read(self) -> None:
-        """Set ids and logprobs, as soon as the device has them."""
+        """Set ids and logprobs. Waits for the device."""
         for decided in self.decided:
             ids, logprobs = decided.read()
             self.ids += ids
@@ -207,7 +208,7 @@ class LaunchedStep:
 
 
 def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:
-    """Each row's first num_accepted + 1 tokens, none for -1. On a GPU this is the step's one synchronisation."""
+    """The first num_accepted + 1 tokens of each row, none for -1. On a GPU this is the step's one synchronisation."""
     if isinstance(num_accepted, torch.Tensor) and isinstance(ids, torch.Tensor) and not ids.is_cpu:
         table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
         return [row[1 : row[0] + 2] for row in table]
@@ -217,9 +218,9 @@ def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.n
 def logprobs_of(
     rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor | np.ndarray
 ) -> list[list[TokenLogprobs] | None]:
-    """Log probabilities per column of each row: of its token and the most likely ones. None for rows without any.
+    """Natural log probabilities of each row's tokens and of the most likely ones; None for rows that want none.
 
-    logits: of each row, [columns, vocab] as the model gave them; ids: [rows, the most columns]. Natural logarithms.
+    logits: [columns, vocab] of each row, as the model gave them; ids: [rows, largest number of columns].
     """
     found: list[list[TokenLogprobs] | None] = [None] * len(rows)
     asked = rows if len(logits) else ()

@@ -1,4 +1,4 @@
-"""The work of one step: decoding rows, their proposals, and prompt chunks. No model is called."""
+"""The plan of one step: the decoding rows, what is proposed for each, and the prompt chunks. Calls no model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from speclen.records import PLAIN, Arm, StepFlag
+from speclen.worker.arms import ArmChoice
 from speclen.worker.backends.passes import padded_width
-from speclen.worker.drafting.arm_chooser import ArmChoice
-from speclen.worker.drafting.ngrams import LEAST_BESIDE_DRAFT, NgramIndex
+from speclen.worker.requests.ngrams import LEAST_BESIDE_DRAFT, NgramIndex
 from speclen.worker.requests.sequence import SequenceState
 
-# Tokens of prompts indexed in a step, over all sequences: half a millisecond. New output comes on top.
+# Prompt tokens that are indexed in a step, over all sequences: half a millisecond. New output is indexed as well.
 INDEXED_PER_STEP = 256
-MOST_NEW = 128  # bound on tokens that a sequence generates in a step
+MOST_NEW = 128  # upper bound on the tokens that a sequence generates in a step
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The next tokens to prefill of a sequence: ids, the first at position `start`."""
+    """The next tokens of a sequence to prefill. start: position of the first one."""
 
     sequence: SequenceState
     start: int
@@ -28,7 +28,7 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """Number of the sequence's tokens up to the chunk's end."""
+        """Number of tokens of the sequence up to the end of the chunk."""
         return self.start + len(self.ids)
 
     @property
@@ -38,9 +38,9 @@ class PromptChunk:
 
 @dataclass(slots=True)
 class Proposals:
-    """For each row n-gram tokens, or a number of tokens to draft, or neither.
+    """The proposals for each row: n-gram tokens, or a number of tokens to draft, or nothing.
 
-    arm: as in StepRecord. is_mixed: True if requests have lengths of their own.
+    arm: as in StepRecord. is_mixed: True if requests have speculation lengths of their own.
     """
 
     arm: Arm
@@ -56,11 +56,11 @@ class Proposals:
 
 @dataclass(slots=True)
 class StepPlan:
-    """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
+    """The work of one step.
 
-    choice: the selected arm; proposals: of this step. chunks: of prompts. prefilled: True if the step prefills or copies a
-    prompt. num_new_sequences: as in StepRecord. draft_length: the longest of the rows. sequences: the rows, then those of
-    the chunks.
+    rows: the decoding sequences, in rows 0, 1, ... of the KV caches; the first num_drafting may draft. choice: the selected
+    arm. chunks: prompt chunks to prefill. prefilled: True if the step prefills or copies a prompt. num_new_sequences: as in
+    StepRecord. draft_length: largest draft length of a row. sequences: the rows, then the sequences of the chunks.
     """
 
     rows: list[SequenceState]
@@ -89,7 +89,7 @@ class StepPlan:
 
     @property
     def num_proposed(self) -> list[int]:
-        """Tokens proposed for each row, of either kind."""
+        """Number of tokens proposed for each row, n-gram or draft tokens."""
         return [ngrams + drafts for ngrams, drafts in zip(self.num_ngrams, self.draft_lengths, strict=True)]
 
     @property
@@ -97,7 +97,7 @@ class StepPlan:
         return any(self.proposals.ngrams)
 
     def ngram_table(self, width: int) -> np.ndarray:
-        """N-gram tokens of the rows, [rows, width], then zeros."""
+        """N-gram tokens of the rows, [rows, width], padded with zeros."""
         table = np.zeros((len(self.rows), width), np.int64)
         for row, ids in enumerate(self.proposals.ngrams):
             table[row, : len(ids)] = ids
@@ -115,19 +115,19 @@ class StepPlan:
 
     @property
     def flags(self) -> set[StepFlag]:
-        """Flags known before the step."""
+        """Flags that are known before the step."""
         flags = {StepFlag.PREFILL} if self.prefilled else set()
         return flags | {StepFlag.MIXED_LENGTHS} if self.proposals.is_mixed else flags
 
     def num_verified_tokens(self, ragged: bool) -> int:
-        """Tokens of the rows in the target's pass. ragged: without padding to the longest row."""
+        """Tokens of the rows in the target's forward pass. ragged: without padding to the longest row."""
         proposed = self.num_proposed
         if ragged:
             return len(proposed) + sum(proposed)
         return len(proposed) * (1 + (padded_width(max(proposed)) if self.has_ngrams else self.draft_length))
 
     def apart(self) -> list[StepPlan]:
-        """The same work in several plans: the rows, then every prompt by itself."""
+        """The same work as several plans: one for the rows, and one for every prompt."""
         decoding = [replace(self, chunks=[])] if self.rows else []
         alone = StepPlan([], 0, ArmChoice(PLAIN), Proposals.none(0), [], prefilled=True)
         return decoding + [replace(alone, chunks=[chunk]) for chunk in self.chunks]
@@ -137,14 +137,14 @@ class StepPlan:
         return replace(self, choice=self.choice._replace(arm=PLAIN), proposals=Proposals.none(len(self.rows)))
 
     def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
-        """Rows that accepted exactly 0, 1, ... proposed tokens. num_accepted: by row."""
+        """Number of rows that accepted exactly 0, 1, ... proposed tokens. num_accepted: of each row."""
         counts = [0] * (self.proposals.arm.max_tokens + 1)
         for number in num_accepted:
             counts[number] += 1
         return tuple(counts)
 
     def class_histograms(self, num_accepted: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The same by class of request, for the classes there are; empty where all rows are greedy."""
+        """The same for each request class in the batch; empty if all rows are greedy."""
         classes = [row.request_class for row in self.rows]
         if not any(classes):
             return ()
@@ -161,9 +161,9 @@ def plan_proposals(
     draft_context_length: int,
     prefilling: Sequence[SequenceState] = (),
 ) -> Proposals:
-    """Proposals of each sequence under an arm. A request's own length takes precedence.
+    """Plan the proposals for each row under an arm. A request's own speculation length takes precedence.
 
-    prefilling: sequences whose prompts are indexed ahead.
+    prefilling: sequences whose prompts are indexed ahead of time.
     """
     lengths = plan_lengths(rows, arm.speculation_length, draft_context_length)
     is_mixed = len(set(lengths)) > 1
@@ -178,7 +178,7 @@ def plan_proposals(
 
 
 def plan_lengths(rows: Sequence[SequenceState], length: int, draft_context_length: int) -> list[int]:
-    """Tokens to draft for each row without n-grams; none beyond the context."""
+    """Number of tokens to draft for each row without n-grams, within the draft model's context."""
     lengths = []
     for row in rows:
         own = row.fixed_length if row.fixed_length is not None else length
@@ -188,18 +188,18 @@ def plan_lengths(rows: Sequence[SequenceState], length: int, draft_context_lengt
 
 
 def cut_to_useful(rows: Sequence[SequenceState], lengths: list[int]) -> list[int]:
-    """Lengths cut to the largest that any row can use: less where all rows are near their last token.
+    """Lengths cut to the largest that any row can use, which is less if all rows are near their last token.
 
-    A single row near its end drafts with the others, and its output is cut: so the step is still a usable sample.
+    A single row near its end drafts as much as the others, and its output is cut, so that the step is a usable sample.
     """
     useful = max((min(length, row.num_left - 1) for row, length in zip(rows, lengths, strict=True)), default=0)
     return [min(length, useful) for length in lengths]
 
 
 def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[PromptChunk]:
-    """Up to `budget` tokens of prompts, first come first served.
+    """Chunks of up to `budget` prompt tokens in all, first come first served.
 
-    Of sequences that share a prompt one prefills it; the others wait to copy its keys and values.
+    Of the sequences that share a prompt, one prefills it, and the others wait to copy its keys and values.
     """
     chunks: list[PromptChunk] = []
     for sequence in prefilling:
@@ -218,10 +218,10 @@ def propose_ngrams(
     prefilling: Sequence[SequenceState],
     max_context_length: int,
 ) -> list[list[int]]:
-    """N-gram tokens of each row, none without a match, or before all of its tokens are indexed.
+    """N-gram tokens of each row: none without a match, or until all tokens of the row are indexed.
 
-    lengths: tokens that the draft model would draft for each. prefilling: sequences whose prompts are indexed ahead, over
-    several steps where they are long.
+    lengths: tokens that the draft model would draft for each row. prefilling: sequences whose prompts are indexed ahead of
+    time, over several steps if they are long.
     """
     budget = INDEXED_PER_STEP
     for row in rows:
@@ -241,7 +241,7 @@ def _propose(row: SequenceState, length: int, max_context_length: int) -> list[i
 
 
 def _index(row: SequenceState, budget: int) -> int:
-    """Extend the row's index; returns the part of the budget that this took."""
+    """Extend the row's index by new output, or by up to `budget` prompt tokens. Returns the part of the budget used."""
     if not row.may_use_ngrams:
         return 0
     index = row.ngram_index = row.ngram_index or NgramIndex()

@@ -1,6 +1,7 @@
-"""Runs the models for one plan after the other, in one thread. Independent of queues and callers; moves no row.
+"""Runs the models for one plan after another. Knows nothing of queues and callers, and moves no row.
 
-The target prefills in the pass that verifies drafts: a pass of twice the tokens takes less than twice the time.
+The target prefills in the same forward pass that verifies drafts, since a pass of twice the tokens takes less than twice
+the time.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from speclen.worker.engine.speculative import (
     speculative_step,
 )
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan
-from speclen.worker.models.upload import upload
+from speclen.worker.models.devices import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, SamplingRule, TokenRule
 
-# A draft model that lacks at most so many tokens catches up in the first pass of the step.
+# A draft model that lacks no more tokens than this catches up in the first forward pass of the step.
 CATCH_UP_WIDTH = 16
-SLOW_STEPS = 4  # steps from a change of the arm that take longer where changes are slow: 46, 44, 43, 41 ms, then 36
-# The same with n-grams: each such step lacks the accepted n-gram tokens.
+# The same for ragged steps: with n-grams the draft model lacks the accepted n-gram tokens in each of them.
 RAGGED_CATCH_UP_WIDTH = 64
+SLOW_STEPS = 4  # steps after a change of the arm that take longer if changes are slow: 46, 44, 43, 41 ms, then 36
 
 
 class StepRunner:
-    """draft: None without a draft model. prefill_chunk: tokens with which it catches up in one pass."""
+    """Launches and reads steps. prefill_chunk: tokens that the draft model catches up on in one forward pass."""
 
     def __init__(
         self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
@@ -50,59 +51,61 @@ class StepRunner:
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # True if the last step drafted
-        self._feeds_draft = draft is not None  # True if the last arm drafts: then new prompts go through the draft, too
+        self._arm_drafts = (
+            draft is not None
+        )  # True if the last arm drafts: then the draft model prefills new prompts, too
         self._last = 0, PLAIN  # rows of the last step, and its arm
-        self._slow_steps = 0  # that follow a change of the arm and still take longer
+        self._slow_steps = 0  # coming steps that take longer because the arm has changed
         self._seen_shapes: set[tuple[int, int]] = set()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step of the plan's rows, with its prefill.
+        """Launch a step: decode the plan's rows, and prefill its chunks.
 
-        If this or `read` fails, any part of the plan can be launched again: only the draft's lengths have changed.
+        If this or `read` fails, any part of the plan can be launched again: only the rows' draft lengths have changed.
         """
         step, prompts = LaunchedStep(plan, plan.flags), self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(step, prompts) if plan.rows else self.target.forward(prompts)
-        fed = zip(plan.chunks, prompt_logits, strict=True)
-        completed = [(chunk.sequence, logits) for chunk, logits in fed if chunk.completes_prompt]
+        both = zip(plan.chunks, prompt_logits, strict=True)
+        completed = [(chunk.sequence, logits) for chunk, logits in both if chunk.completes_prompt]
         for sequence, logits in completed:
             if sequence.shared is not None:
-                sequence.shared.logits = logits.clone()  # a copy, to release the pass
+                sequence.shared.logits = logits.clone()  # a copy, so that the pass's memory can be reused
         if completed:
             step.decided.append(self._first_tokens(completed))
         return step
 
     def read(self, step: LaunchedStep) -> None:
-        """Read the last launched step, as soon as the device is done, and update the lengths in the pools."""
+        """Read the results of the last launched step, and update the rows' lengths. Waits for the device."""
         step.read()
         plan, is_ragged = step.plan, self._is_ragged(step.plan)
         for at, (row, length) in enumerate(zip(plan.rows, plan.draft_lengths, strict=True)):
-            # All tokens but the pending one, which is the last new one.
-            num_fed, num_new = len(row.tokens) - 1, len(step.ids[at] or ())
-            row.target_length = num_fed + num_new
+            # All tokens are held but the last new one, which is pending.
+            num_held, num_new = len(row.tokens) - 1, len(step.ids[at] or ())
+            row.target_length = num_held + num_new
             if length:
-                row.draft_length = num_fed + min(num_new, length if is_ragged else plan.draft_length)
+                row.draft_length = num_held + min(num_new, length if is_ragged else plan.draft_length)
         for chunk in plan.chunks:
             chunk.sequence.target_length = chunk.end
 
-    def feed_draft_prompts(self, chunks: Sequence[PromptChunk], meanwhile: Callable[[], None]) -> float:
-        """Prefill the draft model with the step's prompts; returns the seconds that took.
+    def prefill_draft(self, chunks: Sequence[PromptChunk], meanwhile: Callable[[], None]) -> float:
+        """Prefill the draft model with the step's prompts, and return the seconds that took.
 
         Separate from `launch`, so that no tokens wait for it. meanwhile: called while the device works. After a failure the
-        draft catches up on its next use.
+        draft model catches up on its next use.
         """
-        ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
+        ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_prefills(chunk)]
         if not ends:
             return 0.0
         if self._device.type != "cuda":
             started = time.perf_counter()
-            self._feed_up_to(ends)
+            self._prefill_up_to(ends)
             took_s = time.perf_counter() - started
             meanwhile()
             return took_s
-        # The time on the device, without that of the work before.
+        # The time on the device, without that of earlier work.
         stream = torch.cuda.current_stream(self._device)
         start = stream.record_event(torch.cuda.Event(enable_timing=True))
-        self._feed_up_to(ends)
+        self._prefill_up_to(ends)
         end = stream.record_event(torch.cuda.Event(enable_timing=True))
         meanwhile()
         end.synchronize()
@@ -111,9 +114,9 @@ class StepRunner:
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState | None
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Copy the shared prompt from `source`; returns the token that follows it, and its log probabilities.
+        """Copy the shared prompt from `source`. Returns the token after it, and that token's log probabilities.
 
-        source: None where that token is the last one, which needs only the logits after the prompt.
+        source: None if that token is the last one, which needs only the logits after the prompt.
         """
         assert sequence.shared is not None
         assert sequence.shared.logits is not None
@@ -130,11 +133,11 @@ class StepRunner:
     # Decoding.
 
     def _decode(self, step: LaunchedStep, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """One step of the rows and its flags; returns the logits [1, 1, vocab] after each prompt."""
+        """Launch the step of the rows, and set its flags. Returns the logits [1, 1, vocab] after each prompt."""
         plan, flags = step.plan, step.flags
         num_first_uses, speculated = self._num_first_uses(), self._speculating
-        self._feeds_draft = plan.choice.arm.speculation_length > 0
-        self._speculating = self._feeds_draft or plan.draft_length > 0
+        self._arm_drafts = plan.choice.arm.speculation_length > 0
+        self._speculating = self._arm_drafts or plan.draft_length > 0
         if self._speculating and not speculated:
             for row in plan.rows:
                 row.draft_due = len(row.tokens) - 1
@@ -167,9 +170,9 @@ class StepRunner:
         return prompt_logits
 
     def _changes_arm(self, plan: StepPlan) -> bool:
-        """True if this pass takes longer because only the arm has changed, or is one of the SLOW_STEPS from then on.
+        """True if the step takes longer because only the arm changed, in this step or in one of the SLOW_STEPS before.
 
-        A change of the number of rows takes longer under any arm, so it is a part of step times.
+        A step after a change of the number of rows takes longer under any arm, so that is a part of step times.
         """
         arm = plan.proposals.arm
         (num_rows, before), self._last = self._last, (len(plan.rows), arm)
@@ -179,16 +182,16 @@ class StepRunner:
         return self.target.slow_changes and self._slow_steps >= 0
 
     def _is_ragged(self, plan: StepPlan) -> bool:
-        """True if rows propose different numbers of tokens, and the models take these as they are."""
+        """True if rows propose different numbers of tokens, and the models need no padding for that."""
         return self.target.ragged and (plan.has_ngrams or not plan.is_even)
 
     def _num_first_uses(self) -> int:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
     def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
-        """Recent tokens of the draft's first pass; flags the step if the draft had fallen behind.
+        """Number of last tokens that the draft model processes in its first pass. Flags the step if it is behind.
 
-        It lacks one token after a fully accepted draft; more after steps without it, or with n-grams.
+        The draft model lacks one token after a fully accepted draft, and more after steps without drafts or with n-grams.
         """
         drafting = plan.drafting
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
@@ -197,32 +200,32 @@ class StepRunner:
         self._flag_catch_up(plan, drafting, flags)
         if behind < CATCH_UP_WIDTH and min(len(row.tokens) for row in plan.rows) > behind:
             return 1 + behind
-        self._feed_missing(drafting)
+        self._prefill_missing(drafting)
         return 1
 
     def _catch_up_ragged(self, plan: StepPlan, flags: set[StepFlag]) -> None:
-        """Let the draft catch up if it lacks too many tokens for the first pass of the step."""
+        """Let the draft model catch up if it lacks too many tokens for the first pass of the step."""
         drafting = plan.drafting
         behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
         if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
             self._flag_catch_up(plan, drafting, flags)
-            self._feed_missing(drafting)
+            self._prefill_missing(drafting)
 
     def _flag_catch_up(self, plan: StepPlan, drafting: Sequence[SequenceState], flags: set[StepFlag]) -> None:
-        """Flag a step that catches up, unless its arm always does.
+        """Flag a step in which the draft model catches up, unless that is a part of the arm's cost.
 
-        Catching up with accepted n-grams is a part of the cost of an arm that has both. Prompts, and output from before
-        the arm, are not: a row may have n-gram matches for some steps before it drafts for the first time.
+        Catching up on accepted n-gram tokens is a part of the cost of an arm with both. Catching up on a prompt, or on
+        output from before the arm, is not: a row may have n-gram matches for some steps before it drafts for the first time.
         """
         if not plan.choice.arm.ngram or any(row.draft_length + 1 < row.draft_due for row in drafting):
             flags.add(StepFlag.CATCH_UP)
 
-    def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
-        """Let the draft catch up to the pending tokens."""
-        self._feed_up_to([(sequence, len(sequence.tokens) - 1) for sequence in drafting])
+    def _prefill_missing(self, drafting: Sequence[SequenceState]) -> None:
+        """Let the draft model catch up to the pending tokens."""
+        self._prefill_up_to([(sequence, len(sequence.tokens) - 1) for sequence in drafting])
 
-    def _feed_up_to(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
-        """Let the draft catch up to each sequence's first `end` tokens, by passes of at most `prefill_chunk` tokens."""
+    def _prefill_up_to(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
+        """Bring the draft model to each sequence's first `end` tokens, in passes of at most `prefill_chunk` tokens."""
         chunks: list[PromptChunk] = []
         room = self._prefill_chunk
         for sequence, end in ends:
@@ -232,14 +235,14 @@ class StepRunner:
                 at = chunks[-1].end
                 room -= len(chunks[-1].ids)
                 if not room:
-                    self._feed_draft(chunks)
+                    self._prefill_chunks(chunks)
                     chunks, room = [], self._prefill_chunk
-        self._feed_draft(chunks)
+        self._prefill_chunks(chunks)
 
     def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
-    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
+    def _prefill_chunks(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:
             return
         assert self.draft is not None
@@ -247,18 +250,18 @@ class StepRunner:
         for chunk in chunks:
             chunk.sequence.draft_length = chunk.end
 
-    def _draft_goes_along(self, chunk: PromptChunk) -> bool:
-        """True if the draft prefills this chunk as well, since it drafts next."""
+    def _draft_prefills(self, chunk: PromptChunk) -> bool:
+        """True if the draft model prefills this chunk as well, since it will draft for the sequence."""
         sequence = chunk.sequence
         # Without ragged batches, one sequence with a fixed length makes the others draft, too.
-        others = self._feeds_draft or (self._speculating and not self.target.ragged)
+        others = self._arm_drafts or (self._speculating and not self.target.ragged)
         wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
         may = sequence.may_draft and not sequence.finished
-        # The draft may be behind the target, after n-gram tokens or steps without drafts. It catches up here.
+        # After n-gram tokens or steps without drafts the draft model is behind the target, and catches up here.
         return wanted and may and sequence.draft_length < chunk.end
 
     def _first_tokens(self, completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Decided:
-        """Choose the tokens that follow the sequences' prompts, by the logits [1, 1, vocab] after each."""
+        """Choose the first output token of each sequence from the logits [1, 1, vocab] after its prompt."""
         sequences, logits = [one for one, _ in completed], torch.cat([logits for _, logits in completed])
         rule = self._rule(BatchSampling([one.sampling for one in sequences], self._device), sequences)
         nothing_drafted = torch.zeros((len(sequences), 0), dtype=torch.long, device=self._device)
@@ -267,7 +270,7 @@ class StepRunner:
     # Choosing.
 
     def _step_rule(self, plan: StepPlan) -> TokenRule:
-        """The rule by which the plan's rows choose tokens, a new one for every try: it keeps the drafts."""
+        """The rule by which the plan's rows choose tokens. Every attempt needs a new one, which keeps its drafts."""
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows

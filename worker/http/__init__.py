@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front of a worker: the same engine and the same queue as over gRPC."""
+"""The OpenAI-compatible HTTP front of a worker. It uses the same engine and the same queue as gRPC."""

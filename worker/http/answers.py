@@ -1,4 +1,4 @@
-"""OpenAI's answers from outputs of the engine: one object, or chunks; and the two shapes of log probabilities."""
+"""Answers in OpenAI's form from outputs of the engine: one object or a stream of chunks, with log probabilities."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from itertools import accumulate
 from typing import Any
 
 from speclen.worker.http.schema import ChatRequest, NamedTool, Sampling
-from speclen.worker.http.tools import CallReader, is_forced
-from speclen.worker.http.translate import Job
+from speclen.worker.http.translate import CallReader, Job, is_forced
 from speclen.worker.requests.detokenize import REPLACEMENT, Decode, make_decode, make_token_bytes
 from speclen.worker.requests.request import FinishReason, SequenceOutput, TokenLogprobs, by_sequence, joined
 
 TokenBytes = Callable[[int], bytes | None]
 LEAST = -9999.0  # JSON has no -inf, nor NaN
-MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
+MANY_LOGPROBS = 100  # tokens, each with log probabilities of up to twenty others: some milliseconds to serialise
 
 
 @dataclass(slots=True)
 class Choice:
-    """An output. offset: characters of its tokens, each decoded alone. told_prompt: True once prompt ids were sent.
+    """One output of an answer. outputs: of the engine, unless the answer is streamed.
 
-    calls: where the output must be tool calls.
+    offset: characters of its tokens so far, each decoded alone. sent_prompt: True once the ids of the prompt were sent.
+    calls: set if the output must consist of tool calls.
     """
 
     index: int
-    outputs: list[SequenceOutput] = field(default_factory=list)  # of an answer that is one object
+    outputs: list[SequenceOutput] = field(default_factory=list)
     offset: int = 0
-    told_prompt: bool = False
+    sent_prompt: bool = False
     last: SequenceOutput | None = None
     calls: CallReader | None = None
 
 
 @dataclass(slots=True)
 class SpeculationStatistics:
-    """Speculation counts over all sequences of a request, as vLLM reports them. Steps without a draft do not count.
+    """Speculation counts over all sequences of a request, as vLLM reports them. Steps without proposals do not count.
 
-    accepted[j]: steps that accepted and kept exactly j draft tokens. num_spec_tokens: the longest draft of a step.
+    accepted[j]: steps that accepted and kept exactly j proposed tokens. num_spec_tokens: largest number proposed in a step.
     """
 
     accepted: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class SpeculationStatistics:
     _last: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     def saw(self, output: SequenceOutput) -> None:
-        """Count every output, in order: each is one step, by which its totals grew."""
+        """Count an output, by how much its totals have grown. Called with every one, in order: each is one step."""
         key = output.request_id, output.index
         drafted_before, accepted_before = self._last.get(key, (0, 0))
         self._last[key] = output.num_draft_tokens, output.num_accepted_tokens
@@ -76,7 +76,7 @@ class SpeculationStatistics:
 
 
 class Answer:
-    """Answer to one job. tokenizer: for the text of tokens with log probabilities."""
+    """The answer to one job. tokenizer: for the texts of single tokens in log probabilities."""
 
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
@@ -101,11 +101,11 @@ class Answer:
 
     @property
     def is_large(self) -> bool:
-        """True if serialising it may take too long for the event loop."""
+        """True if serialising the answer may take too long for the event loop."""
         return sum(len(one.logprobs) for choice in self._choices for one in choice.outputs) > MANY_LOGPROBS
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once all outputs are added."""
+        """The answer as one object, once all outputs are added."""
         kind = "chat.completion" if self.job.chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
         prompt = self._prompt_once(self._choices[0]) if self.job.chat else {}
@@ -125,7 +125,7 @@ class Answer:
     # Chunks.
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """Chunks before the first token: in a chat, the role."""
+        """Chunks before the first token: in a chat, those with the role."""
         if self.job.chat:
             for choice in self._choices:
                 text = "" if choice.calls is None else None
@@ -138,12 +138,12 @@ class Answer:
         wants_ids = self._wants_logprobs or self.job.body.return_token_ids
         for output in by_sequence(outputs):
             if not (output.text or output.finish_reason or (output.token_ids and wants_ids)):
-                continue  # an unfinished character
+                continue  # an incomplete character
             choice, text = choices[output.request_id, output.index], output.text
             if choice.calls is not None:
                 calls = choice.calls.read(text)
                 if not (calls or output.finish_reason or wants_ids):
-                    continue  # what stands between the calls
+                    continue  # text between the calls
                 content: dict[str, Any] = {"delta": {"tool_calls": calls} if calls else {}}
             elif self.job.chat:
                 content = {"delta": {"content": text}}
@@ -169,13 +169,13 @@ class Answer:
     # Both.
 
     def usage(self) -> dict[str, int]:
-        """Tokens so far; a prompt counts once, however many sequences it has."""
+        """Numbers of tokens so far. A prompt counts once, however many sequences it has."""
         prompt = sum(len(one.prompt_ids) for one in self.job.requests)
         completion = sum(choice.last.num_completion_tokens for choice in self._choices if choice.last is not None)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _note(self, output: SequenceOutput) -> Choice:
-        """The choice of an output, each of which counts once, in order."""
+        """The choice that an output belongs to. Called once for every output, in order, which it counts."""
         choice = self._choices[self._first[output.request_id] + output.index]
         choice.last = output
         if self.job.body.include_metrics:
@@ -183,7 +183,7 @@ class Answer:
         return choice
 
     def _common(self, choice: Choice, output: SequenceOutput | None) -> dict[str, Any]:
-        """Fields of a choice common to completions and chats. output: None before the first."""
+        """Fields of a choice that completions and chats have in common. output: None before the first one."""
         reason = None if output is None else output.finish_reason
         fields: dict[str, Any] = {
             "index": choice.index,
@@ -196,19 +196,19 @@ class Answer:
         return fields
 
     def _finish_reason(self, reason: FinishReason) -> str:
-        """As OpenAI has it: "tool_calls" where the model chose the functions, "stop" where the caller named one."""
+        """As in OpenAI's API: "tool_calls" if the model chose the function, "stop" if the caller named it."""
         called = reason is FinishReason.STOP and getattr(self.job.body, "tool_choice", None) == "required"
         return "tool_calls" if called else reason.value
 
     def _prompt_once(self, choice: Choice) -> dict[str, Any]:
         """The ids of the choice's prompt, if wanted and not sent yet; in a chat once, for the first choice."""
-        if choice.told_prompt or not self.job.body.return_token_ids:
+        if choice.sent_prompt or not self.job.body.return_token_ids:
             return {}
-        choice.told_prompt = True
+        choice.sent_prompt = True
         return {"prompt_token_ids": list(self.job.requests[choice.index // self.job.n].prompt_ids)}
 
     def _stop_reason(self, last: SequenceOutput) -> int | str | None:
-        """The stop string or stop token that ended it; None for the model's end token, as in vLLM."""
+        """The stop string or stop token that ended the output; None for the model's end token, as in vLLM."""
         stop = last.matched_stop
         asked_for = self.job.requests[0].sampling.stop_token_ids
         return stop if isinstance(stop, str) or stop in asked_for else None
@@ -231,9 +231,10 @@ class Answer:
 def completion_logprobs(
     ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, offset: int
 ) -> dict[str, Any]:
-    """Parallel lists, one entry a token; ids has one at least. offset: characters of the output before the first of them.
+    """Log probabilities of a completion: parallel lists with an entry per token. There is at least one token.
 
-    As in vLLM, tokens are decoded one by one, and offsets are sums of their lengths.
+    offset: number of characters of the output before the first token. As in vLLM, tokens are decoded one by one, and offsets
+    are sums of their lengths.
     """
     tokens = [decode([token]) for token in ids]
     return {
@@ -245,7 +246,7 @@ def completion_logprobs(
 
 
 def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
-    """Log probabilities by text. Tokens of one text share an entry: the chosen token's, or the likeliest."""
+    """Log probabilities by text. If tokens have the same text, the entry is that of the chosen token, or the likeliest."""
     entries = {token: finite(one.logprob)}
     for other, logprob in pairs(one):
         entries.setdefault(decode([other]), finite(logprob))
@@ -253,19 +254,19 @@ def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
 
 
 def token_id_name(ids: Sequence[int]) -> str:
-    """The name of one token that is also unique where tokens have the same text, as in vLLM."""
+    """Unique name of a token, since several tokens may have the same text. As in vLLM."""
     return f"token_id:{ids[0]}"
 
 
 def call_reader(body: Sampling) -> CallReader | None:
-    """Reader of an output that must be tool calls; else None."""
+    """A reader of tool calls if the output must consist of them; else None."""
     if not isinstance(body, ChatRequest) or not is_forced(body):
         return None
     return CallReader(body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None)
 
 
 def whole_calls(reader: CallReader, text: str) -> list[dict[str, Any]]:
-    """The calls in a whole output, as they stand in a message."""
+    """The calls in a complete output, in the form of a message."""
     return [{name: value for name, value in call.items() if name != "index"} for call in reader.read(text)]
 
 
@@ -276,17 +277,17 @@ def chat_logprobs(
     token_bytes: TokenBytes,
     name: Decode | None = None,
 ) -> dict[str, Any]:
-    """Entries of a chat. token_bytes: of a token that is a part of a character; clients join the bytes of several.
+    """Log probabilities of a chat. token_bytes: gives the bytes of a token that is a part of a character.
 
-    name: of a token, if not its text.
+    name: gives the name of a token, if it is not its text.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])
         known = token_bytes(token) if REPLACEMENT in text else None
-        told = text.encode("utf-8", errors="replace") if known is None else known
+        encoded = text.encode("utf-8", errors="replace") if known is None else known
         named = text if name is None else name([token])
-        return {"token": named, "logprob": finite(logprob), "bytes": list(told)}
+        return {"token": named, "logprob": finite(logprob), "bytes": list(encoded)}
 
     return {
         "content": [

@@ -1,4 +1,4 @@
-"""Routes: each turns a body into a job, or answers at once."""
+"""The routes of the HTTP front. Each turns a body into a job, or answers at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from speclen.transport.version import installed_version
+from speclen.transport.settings import installed_version
 from speclen.worker.config import WorkerConfig
+from speclen.worker.frontend.async_engine import AsyncEngine
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import MAX_PART, STATUSES, ApiError, ErrorAnswer, from_invalid
@@ -24,7 +25,6 @@ from speclen.worker.http.responses import JobResponse, error_response, json_resp
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from speclen.worker.http.translate import Job, chat_job, check_supported, completion_job
 from speclen.worker.requests.request import RefusedError
-from speclen.worker.service.async_engine import AsyncEngine
 
 DESCRIPTION = "OpenAI-compatible front of a speclen worker. Every path wants the API key, if the worker has one."
 # Fields of the body that the answer needs once its job is made.
@@ -32,7 +32,7 @@ NEEDED = {
     *("model", "stream", "stream_options", "n", "include_metrics", "return_token_ids", "return_tokens_as_token_ids"),
     "tool_choice",
 }
-FIELDS = ("prompt", "messages", "tokens")  # with whose name an error's message may begin
+FIELDS = ("prompt", "messages", "tokens")  # fields with whose name an error message may begin
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -41,10 +41,9 @@ SEVERAL_WORKERS = (
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The state behind the routes. model: the name that clients use. page: registry of the metrics page.
+    """The state behind the routes. model: the name that clients use. chat_template: replaces the tokenizer's, if given.
 
-    None where several workers share an address, since their counters would mix. chat_template: replaces the tokenizer's,
-    if given.
+    page: registry of the metrics page; None if several workers share an address, since their counters would mix.
     """
 
     engine: AsyncEngine
@@ -54,13 +53,13 @@ class Front:
 
 
 def front_of(config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry | None) -> Front:
-    """The front of a worker with these settings. Raises ValueError where the chat template cannot be read."""
+    """The front of a worker with these settings. Raises ValueError if the chat template cannot be read."""
     return Front(engine, config.served_model_name or config.target, page, config.read_template())
 
 
 def create_app(front: Front) -> FastAPI:
-    """The application, without the guard that belongs before it."""
-    # Without the pages that show the schema: they load scripts from elsewhere.
+    """The application, to which the guard is added by `make_server`."""
+    # The pages that render the schema are left out: they load scripts from other sites.
     app = FastAPI(
         title="speclen",
         version=installed_version(),
@@ -68,7 +67,7 @@ def create_app(front: Front) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         default_response_class=Response,
-        # For the schema alone: the guard checks keys.
+        # For the schema only, since the guard checks keys.
         dependencies=[Security(HTTPBearer(auto_error=False))],
         responses={status: {"model": ErrorAnswer, "description": words} for status, (_, words) in STATUSES.items()}
         | {"default": {"model": ErrorAnswer}},
@@ -165,7 +164,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Response:
         if not front.engine.serving:
-            # Not raised: a probe does not count as a refused request.
+            # Returned rather than raised, since a probe must not count as a refused request.
             return error_response(ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy"))
         return Response()
 
@@ -181,7 +180,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
 
 
 def caller_of(request: Request) -> str:
-    """The caller's name: the holder of the key where there are several, else the address, as over gRPC."""
+    """Name of a caller: the holder of the key if there are several, else its address, as over gRPC."""
     if named := request.scope.get(CALLER):
         return str(named)
     host = request.client.host if request.client is not None else ""
@@ -191,7 +190,7 @@ def caller_of(request: Request) -> str:
 def forget(request: Request, body: Sampling) -> None:
     """Release the parts of a body that its answer does not need.
 
-    A request may take long, and parsed bodies take up to thirty times their bytes.
+    A request may take long, and a parsed body takes up to thirty times the memory of its bytes.
     """
     for name in ("_body", "_json"):  # Starlette's caches of the body
         request.__dict__.pop(name, None)
@@ -216,14 +215,14 @@ def add_errors(app: FastAPI, front: Front) -> None:
     """Answer and count errors outside of a job."""
 
     async def handle(request: Request, error: Any) -> Response:
-        told: Exception = error
-        headers: Mapping[str, str] = {}  # the methods that a path has
+        answered: Exception = error
+        headers: Mapping[str, str] = {}  # Allow: the methods of the path
         if isinstance(error, RequestValidationError):
-            told = from_invalid_body(request, error)
-        elif isinstance(error, HTTPException):  # an unknown path, or a method that it has not
-            told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            answered = from_invalid_body(request, error)
+        elif isinstance(error, HTTPException):  # the path is unknown, or does not have the method
+            answered = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
             headers = error.headers or {}
-        response = error_response(refusal(told, FIELDS, front.engine, caller_of(request)))
+        response = error_response(refusal(answered, FIELDS, front.engine, caller_of(request)))
         response.headers.update(headers)
         return response
 
@@ -232,13 +231,13 @@ def add_errors(app: FastAPI, front: Front) -> None:
 
 
 def from_invalid_body(request: Request, error: RequestValidationError) -> ApiError:
-    """The first error of a body that is malformed JSON or has the wrong shape."""
+    """The error for a body that is malformed JSON or has wrong fields: the first one."""
     complaints = error.errors()
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0]["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if isinstance(error.body, bytes):  # FastAPI parses a body only with JSON's Content-Type
-        # Any page can make a browser send one without JSON's Content-Type.
+        # Any web page can make a browser send a body without JSON's Content-Type, so that is refused.
         kind = request.headers.get("content-type", "").partition(";")[0][:MAX_PART]
         given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
         return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")

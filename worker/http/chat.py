@@ -1,4 +1,4 @@
-"""Prompts from messages, by the model's chat template."""
+"""Prompts from chat messages, by the model's chat template."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import uuid
 from collections.abc import Callable, Set
 from typing import Any, TypeAlias
 
+from speclen.worker.frontend.async_engine import AsyncEngine
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import ChatPrompt, Message, ToolCall
-from speclen.worker.service.async_engine import AsyncEngine
 
 Conversation: TypeAlias = list[dict[str, Any]]
 Fill: TypeAlias = Callable[[Conversation], str]
 
-MARK = uuid.uuid4().hex  # no template has it
-DEVELOPER = re.compile(r"""(["'])developer\1""")  # in templates that know the role
+MARK = uuid.uuid4().hex  # a text that no template contains
+DEVELOPER = re.compile(r"""(["'])developer\1""")  # occurs in templates that support this role
 MAX_REASON = 200  # characters of a template's own words in an error
 
 
@@ -28,7 +28,7 @@ async def chat_prompt(
 ) -> str:
     """Text of the prompt. template: replaces the tokenizer's.
 
-    Raises ApiError without a template, or if it refuses; QueueFullError when too many wait.
+    Raises ApiError as `render` does, and QueueFullError if too many calls wait.
     """
     # In a thread, since a template is a program that runs over the whole conversation.
     return await engine.admission.templates.do(
@@ -37,9 +37,9 @@ async def chat_prompt(
 
 
 def render(tokenizer: Any, messages: list[Message], body: ChatPrompt, template: str | None) -> str:
-    """Text of the prompt, with the text of every message.
+    """Text of the prompt, which contains the text of every message.
 
-    Raises ApiError where there is no template, or it refuses, or leaves a message out.
+    Raises ApiError if there is no template, or if it refuses the messages or leaves one out.
     """
     extra = body.chat_template_kwargs or {}
     reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
@@ -72,9 +72,9 @@ def own_template(tokenizer: Any, has_tools: bool) -> str:
 
 
 def to_dict(message: Message, knows_developer: bool) -> dict[str, Any]:
-    """A message as most templates expect it: its content as one string, and arguments of calls as objects.
+    """A message in the form that most templates expect: its content is one string, and arguments of calls are objects.
 
-    knows_developer: False where the template takes what a developer says only as the system's.
+    knows_developer: False if the template does not support the role `developer`, which then becomes `system`.
     """
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.said for part in content or ())
@@ -85,19 +85,19 @@ def to_dict(message: Message, knows_developer: bool) -> dict[str, Any]:
 
 
 def call_as_dict(call: ToolCall) -> dict[str, Any]:
-    """A call with its arguments as an object. Arguments that are no object of JSON stay the text that they are."""
+    """A call with its arguments as an object. Arguments that are not a JSON object stay text."""
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
-            json.dumps(parsed, ensure_ascii=False).encode()  # UTF-8 has no half characters
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises for lone surrogates, which UTF-8 cannot encode
             arguments = parsed if isinstance(parsed, dict) else arguments
     function = call.function.model_dump(exclude_unset=True) | {"arguments": arguments}
     return call.model_dump(exclude={"function"}) | {"function": function}
 
 
 def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) -> str:
-    """The template's output. Raises ApiError for any error in it: it is a program that came with the model."""
+    """The template's output. Raises ApiError for any error in the template, which is a program that comes with the model."""
     try:
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
     except Exception as error:
@@ -107,9 +107,9 @@ def filled(tokenizer: Any, options: dict[str, Any], conversation: Conversation) 
 
 
 def formed(fill: Fill, conversation: Conversation) -> Conversation:
-    """The conversation in the template's form: contents are strings, or lists of parts where it drops strings.
+    """The conversation in the form that the template reads: contents are strings, or lists of parts if it drops strings.
 
-    Raises ApiError for a message whose text is in the prompt in neither form.
+    Raises ApiError if the text of a message is missing from the prompt in both forms.
     """
     lost_as_text = lost(fill, conversation)
     if lost_as_text == set():
@@ -117,7 +117,7 @@ def formed(fill: Fill, conversation: Conversation) -> Conversation:
     in_parts = as_parts(conversation, set(range(len(conversation))) if lost_as_text is None else lost_as_text)
     lost_in_parts = lost(fill, in_parts)
     if lost_as_text is None and lost_in_parts is None:
-        return conversation  # it refuses both; filling it in raises the reason
+        return conversation  # it refuses both forms, and the reason is raised when it is filled in
     left_out = lost_as_text if lost_in_parts is None else lost_in_parts
     if left_out:
         first = min(left_out)
@@ -131,9 +131,9 @@ def formed(fill: Fill, conversation: Conversation) -> Conversation:
 
 
 def lost(fill: Fill, conversation: Conversation) -> set[int] | None:
-    """Indices of messages whose text is not in the prompt, found by a mark for each. None: the template refuses.
+    """Indices of messages whose text is missing from the prompt, found by a mark in each. None: the template refuses.
 
-    With tool calls many templates drop the text on purpose.
+    Messages with tool calls are not checked, since many templates drop their text on purpose.
     """
     marked, expected = list(conversation), set()
     for index, message in enumerate(conversation):
@@ -150,7 +150,7 @@ def lost(fill: Fill, conversation: Conversation) -> set[int] | None:
 
 
 def as_parts(conversation: Conversation, which: Set[int]) -> Conversation:
-    """The conversation with the text of some messages as a list of one part."""
+    """The conversation with the contents of some messages as lists of one part."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]} if index in which else message
         for index, message in enumerate(conversation)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and their status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speclen.worker.requests.request import RefusedError
 INTERNAL = "internal_error"  # code of unexpected errors
 LEAST_RETRY_S = 1  # of Retry-After
 
-# Type of an error by its status, and the words for it in the schema.
+# By status: the type of the error, and its description in the schema.
 STATUSES = {
     400: ("invalid_request_error", "A field is wrong; it is named."),
     401: ("authentication_error", "The API key is missing or wrong."),
@@ -28,22 +28,12 @@ STATUSES = {
     503: ("service_unavailable_error", "The worker is stopping, has failed, or is sent too many bodies at once."),
 }
 
-# Status by the reason for which a request is refused.
-OF_REASON = {
-    "unauthenticated": 401,
-    "slow_reader": 408,
-    "queue_full": 429,
-    "request_failed": 500,
-    "overloaded": 503,
-    "draining": 503,
-    "engine_failed": 503,
-}
-CODES = {"unauthenticated": "invalid_api_key"}  # of OpenAI's API, where ours is another word
+CODES = {"unauthenticated": "invalid_api_key"}  # OpenAI's code for a reason, if it differs from ours
 
-# Types of pydantic's errors for a value of the wrong kind: one for each kind that a field takes.
+# Pydantic's error types for a value of the wrong kind. A field that takes several kinds has an error for each.
 WRONG_KIND = re.compile(r"\w+_type|literal_error|missing")
 KIND = "Input should be "
-AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds that pydantic describes in Python's words
+AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds that pydantic describes in terms of Python
 MAX_PART = 40  # characters of a key of the body in an error
 
 Complaint: TypeAlias = Mapping[str, Any]  # one of pydantic's: loc, type, msg
@@ -57,13 +47,13 @@ class ErrorObject(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every error, for the schema."""
+    """The body of every error answer, for the schema."""
 
     error: ErrorObject
 
 
 class ApiError(ValueError):
-    """An error answer. param: field of the body. code: for programs.
+    """An error answer. param: the field of the body. code: a word for programs.
 
     retry_after_s: expected seconds until the queue has room for the request.
     """
@@ -87,14 +77,14 @@ class ApiError(ValueError):
 
 
 def from_exception(error: Exception, fields: Container[str] = ()) -> ApiError:
-    """The answer to a request that fails with this error; unexpected ones become a 500 without details.
+    """The error answer for an exception. Unexpected ones become a 500 without details.
 
-    fields: names of the body's fields, with one of which the message may begin.
+    fields: names of the body's fields; if the message begins with one, it becomes `param`.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
-        return ApiError(OF_REASON[error.reason], str(error), code=CODES.get(error.reason, error.reason))
+        return ApiError(error.http_status, str(error), code=CODES.get(error.reason, error.reason))
     if isinstance(error, ValueError):
         word = re.match(r"[a-z_]+", str(error))
         param = word.group() if word and word.group() in fields else None
@@ -103,29 +93,29 @@ def from_exception(error: Exception, fields: Container[str] = ()) -> ApiError:
 
 
 def from_invalid(complaints: Sequence[Complaint], body: Any) -> ApiError:
-    """The error for the first wrong field of a body.
+    """The error answer for the first wrong field of a body.
 
-    For a field that takes several kinds, the error of the kind that fits best, or of all that fit equally. complaints: at
-    least one, in the order of the fields.
+    If the field takes several kinds of values, it is the error of the kind that fits best, or of all that fit equally well.
+    complaints: at least one, in the order of the fields.
     """
     placed = [(place_of(one, body), one) for one in complaints]
     field = placed[0][0][:1]
     fits = [(fit(place, one), place, one) for place, one in placed if place[:1] == field]
     best, place, first = max(fits, key=lambda found: found[0])
-    told = sentence([one for how, at, one in fits if (how, at) == (best, place)])
+    reason = sentence([one for how, at, one in fits if (how, at) == (best, place)])
     named = ".".join(str(part)[:MAX_PART] for part in place) or "the body"
-    return ApiError(400, f"{named}: {told}", str(field[0]) if field else None, first["type"])
+    return ApiError(400, f"{named}: {reason}", str(field[0]) if field else None, first["type"])
 
 
 def fit(place: Sequence[str | int], complaint: Complaint) -> tuple[list[int], bool]:
-    """Fit of a kind, for comparison: the index of the wrong item, and True if its kind is right."""
+    """Rank how well a value fits the kind that complains: index of the wrong item, and True if its kind is right."""
     indices = [part if isinstance(part, int) else 0 for part in place]
     # Too many items replace the errors of the items.
     return indices + [0] * (complaint["type"] == "too_long"), not WRONG_KIND.fullmatch(complaint["type"])
 
 
 def place_of(complaint: Complaint, body: Any) -> list[str | int]:
-    """Place of a wrong value in the body. pydantic's has names of kinds in between."""
+    """Path of a wrong value in the body. Pydantic's path also has names of kinds in it."""
     place: list[str | int] = []
     value, (_, *parts) = body, complaint["loc"]  # without FastAPI's "body"
     for at, part in enumerate(parts, start=1):
@@ -138,11 +128,11 @@ def place_of(complaint: Complaint, body: Any) -> list[str | int]:
 
 
 def sentence(complaints: Sequence[Complaint]) -> str:
-    """One sentence for complaints about one value: one of them, or all the kinds that it may be of."""
-    told = list(dict.fromkeys(words(one) for one in complaints))
-    if all(one.startswith(KIND) for one in told):
-        told = [KIND + " or ".join(one.removeprefix(KIND) for one in told)]
-    return told[0][:1].lower() + told[0][1:]
+    """One sentence for complaints about one value: the first of them, or the kinds that the value may have."""
+    reasons = list(dict.fromkeys(words(one) for one in complaints))
+    if all(one.startswith(KIND) for one in reasons):
+        reasons = [KIND + " or ".join(one.removeprefix(KIND) for one in reasons)]
+    return reasons[0][:1].lower() + reasons[0][1:]
 
 
 def words(complaint: Complaint) -> str:

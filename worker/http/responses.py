@@ -1,4 +1,4 @@
-"""Responses: run a job while its answer is sent, and end it when the client leaves."""
+"""Responses: run a job while its answer is sent, and end the job if the client disconnects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from speclen.worker.frontend.async_engine import AsyncEngine, OutputStream
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
 from speclen.worker.http.schema import Sampling
 from speclen.worker.requests.request import SequenceOutput
-from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.relay import OutputStream
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +29,17 @@ STREAM_HEADERS = [
 ]
 QUEUE_FULL = 429  # the status with Retry-After
 DONE = b"data: [DONE]\n\n"
-STILL_HERE = b": waiting\n\n"  # a comment, which readers of events skip: proxies and clients give up on silent streams
-SILENCE_S = 5.0  # of a stream, before each such comment
+STILL_HERE = b": waiting\n\n"  # a comment, which is not an event: proxies and clients give up on silent streams
+SILENCE_S = 5.0  # of a stream before such a comment is sent
 PIECE_BYTES = 2**16
 LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 class JobResponse(Response):
-    """The answer to a completion or a chat, whole or streamed.
+    """The response to a completion or a chat, as one object or as a stream.
 
-    A refused job is answered with a status; an error after a stream has begun is a `data:` line. make_answer: turns the body
-    into a job and an empty answer; its errors are answered, too.
+    A refused job is answered with an error status; an error after a stream has begun is sent as a `data:` line. make_answer:
+    turns the body into a job with an empty answer; its errors are answered, too.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class JobResponse(Response):
             yield answer, outputs
 
     async def _whole(self, send: Send) -> None:
-        """Send the whole answer, for which a drain waits."""
+        """Send the answer as one object. A drain waits for it."""
         async with contextlib.AsyncExitStack() as opened:
             try:
                 stream = await opened.enter_async_context(self._engine.open(uuid.uuid4().hex, until_end=True))
@@ -76,7 +75,7 @@ class JobResponse(Response):
                         answer.add(group)
                 response = await asyncio.to_thread(whole, answer) if answer.is_large else whole(answer)
             except Exception as error:
-                response = error_response(self._told(error))
+                response = error_response(self._answer_to(error))
             await send_whole(send, response)
 
     async def _stream(self, send: Send) -> None:
@@ -91,48 +90,48 @@ class JobResponse(Response):
                         await self._send(send, stream, answer.chunks(group), STILL_HERE if not group else b"")
                 await self._send(send, stream, answer.end())
         except Exception as error:
-            told = self._told(error)
+            answered = self._answer_to(error)
             if not begun:
-                await send_whole(send, error_response(told))
+                await send_whole(send, error_response(answered))
                 return
-            await send_events(send, [told.body()])
+            await send_events(send, [answered.body()])
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send(self, send: Send, stream: OutputStream, objects: Iterable[Any], comment: bytes = b"") -> None:
         async with self._engine.reading(stream):
             await send_events(send, objects, comment)
 
-    def _told(self, error: Exception) -> ApiError:
-        told = refusal(error, type(self._body).model_fields, self._engine, self._caller)
-        if told.code == INTERNAL:
+    def _answer_to(self, error: Exception) -> ApiError:
+        answered = refusal(error, type(self._body).model_fields, self._engine, self._caller)
+        if answered.code == INTERNAL:
             log.error("a request over HTTP failed", exc_info=error)
-        return told
+        return answered
 
 
 def refusal(error: Exception, fields: Container[str], engine: AsyncEngine, caller: str) -> ApiError:
-    """The answer to a request that fails; counts the error. fields: as in `from_exception`."""
+    """Count the error of a request, and turn it into an error answer. fields: as in `from_exception`."""
     engine.metrics.refuse(error)
-    told = from_exception(error, fields)
-    if told.status == QUEUE_FULL:
-        told.retry_after_s = engine.admission.expected_wait_s(caller)
-    return told
+    answered = from_exception(error, fields)
+    if answered.status == QUEUE_FULL:
+        answered.retry_after_s = engine.admission.expected_wait_s(caller)
+    return answered
 
 
 async def send_events(send: Send, objects: Iterable[Any], comment: bytes = b"") -> None:
-    """Send events, all in one write."""
+    """Send events in a single write."""
     body = comment + b"".join(b"data: %b\n\n" % to_json(one) for one in objects)
     if body:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def to_json(content: Any) -> bytes:
-    """JSON in one line, also for readers that split at Unicode's line ends.
+    """JSON in one line, even for readers that split at Unicode's line separators.
 
-    Raises ArithmeticError for NaN and infinity.
+    Raises ArithmeticError if it contains NaN or infinity.
     """
     try:
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError as error:  # would count as the caller's
+    except ValueError as error:  # which would count as the caller's error
         raise ArithmeticError(f"the answer holds a number that JSON cannot hold: {error}") from error
     for end, escaped in LINE_ENDS.items():
         text = text.replace(end, escaped)
@@ -145,9 +144,9 @@ class ResponseInPieces(Response):
 
 
 async def send_whole(send: Send, response: Response) -> None:
-    """Send a response in pieces, each after most of those before it were read.
+    """Send a response in pieces, each once most of the previous ones have been read.
 
-    Over TLS one large write is accepted at once, and then a slow reader cannot be detected.
+    Over TLS a large write would be accepted at once, and a slow reader could not be detected.
     """
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     body = bytes(response.body)
@@ -169,7 +168,7 @@ def whole(answer: Answer) -> Response:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run the work; cancel it when the client leaves. Its body must have been read."""
+    """Run the work, and cancel it if the client disconnects. The request's body must have been read."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(disconnected(receive))
     try:

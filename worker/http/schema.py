@@ -1,6 +1,6 @@
-"""Requests of OpenAI's API, with the fields that vLLM adds. The engine checks ranges that depend on the model.
+"""Schema of requests: OpenAI's API with vLLM's additional fields. The engine checks ranges that depend on the model.
 
-Unknown fields are ignored, as in vLLM. Fields that are known but cannot be served are refused instead: see `UNSUPPORTED`.
+Unknown fields are ignored, as in vLLM. Known fields that are not supported are refused: see `UNSUPPORTED`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from speclen.worker.requests.validation import MAX_ENTRIES, MAX_SEED, MAX_STOP_STRINGS, MIN_SEED
+from speclen.records import MAX_SPECULATION_LENGTH
+from speclen.worker.requests.request import MAX_ENTRIES, MAX_LOGPROBS, MAX_STOP_STRINGS, RANGES
 
 MAX_PROMPTS = 64  # in one request
 MAX_PARTS = 1024  # of a message's content
@@ -17,7 +18,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_COUNT = 2**31 - 1
 
-# Lists fail at their first error: millions of wrong items would give as many complaints.
+# fail_fast: millions of wrong items would otherwise give as many complaints.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(fail_fast=True)]
 Prompt: TypeAlias = (
     str
@@ -29,8 +30,14 @@ Count: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
+def within(name: str) -> Any:
+    """Constraint of a field to the range that the engine allows."""
+    low, high = RANGES[name]
+    return Field(ge=low, le=high)
+
+
 class Body(BaseModel):
-    """Strict types: "1" is no number."""
+    """A body with strict types: "1" is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -46,14 +53,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """As OpenAI has it."""
+    """As in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Body):
-    """As vLLM has it: one of the first five."""
+    """As in vLLM. One of the first five fields must be set."""
 
     wanted: dict[str, Any] | str | bool | None = Field(None, alias="json", description="JSON schema.")
     json_object: bool | None = None
@@ -66,33 +73,33 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """Fields that completions and chat share. null means the default."""
+    """Fields that completions and chats have in common. null stands for the default."""
 
     model: str | None = Field(None, description="Name from /v1/models; may be left out.")
     stream: bool | None = Field(None, description="Answer by server-sent events.")
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="Sequences for each prompt. Default 1.")
+    n: Annotated[int, within("n")] | None = Field(None, description="Sequences for each prompt. Default 1.")
     max_tokens: Positive | None = Field(None, description="Tokens to generate at most.")
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
         None, description="Output ends before the first of these."
     )
-    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = Field(
+    seed: Annotated[int, within("seed")] | None = Field(
         None, description="Same seed, same tokens, as far as the dtype allows. -1 is the same as 2**64 - 1."
     )
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy. Default 1.")
+    temperature: Annotated[float, within("temperature")] | None = Field(None, description="0 is greedy. Default 1.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
-    presence_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ENTRIES)] | None = Field(
         None, description="Token ids, as strings, to addends in -100 to 100."
     )
     response_format: ResponseFormat | None = Field(None, description="JSON, of a schema or any.")
-    # As vLLM has them.
+    # As in vLLM.
     structured_outputs: StructuredOutputs | None = Field(None, description="What the output must be.")
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = Field(
         None, description="0 or -1: all tokens. Default 0."
     )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default 0.")
+    min_p: Annotated[float, within("min_p")] | None = Field(None, description="Default 0.")
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="Default 1.")
     min_tokens: Count | None = Field(None, description="Nothing ends the output earlier. Default 0.")
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_ENTRIES)] | None = None
@@ -101,8 +108,8 @@ class Sampling(Body):
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     return_token_ids: bool | None = Field(None, description="Add token_ids to choices, and prompt_token_ids once.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens `token_id:N` in log probabilities.")
-    # Our own.
-    speculation: Annotated[int, Field(ge=0, le=64)] | Literal["auto", "off"] | None = Field(
+    # Only in speclen.
+    speculation: Annotated[int, Field(ge=0, le=MAX_SPECULATION_LENGTH)] | Literal["auto", "off"] | None = Field(
         None, description="Draft tokens per step for this request; auto: the learned table decides."
     )
     include_metrics: bool | None = Field(None, description="Add metrics.speculative_decoding to the answer.")
@@ -110,7 +117,7 @@ class Sampling(Body):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _has_few_entries(cls, bias: Any) -> Any:
-        """Check the length before the entries are read."""
+        """Check the length before the entries are validated."""
         if isinstance(bias, dict) and len(bias) > MAX_ENTRIES:
             raise ValueError(f"it has {len(bias)} entries; at most {MAX_ENTRIES} are allowed")
         return bias
@@ -120,13 +127,13 @@ class Sampling(Body):
     def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for key in bias or ():
             if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-                raise ValueError(f"key {key[:40]!r} is no token id")
+                raise ValueError(f"key {key[:40]!r} is not a token id")
         return bias
 
 
 class CompletionRequest(Sampling):
     prompt: Prompt = Field(description="Text, token ids, or a list of either.")
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Log probabilities of the tokens, and of this many of the most likely ones."
     )
     add_special_tokens: bool | None = Field(
@@ -191,7 +198,7 @@ Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MA
 
 
 class ChatPrompt(Body):
-    """Fields that decide what the chat template makes of the messages."""
+    """Fields that the chat template depends on, besides the messages."""
 
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
@@ -208,7 +215,7 @@ class ChatRequest(ChatPrompt, Sampling):
     messages: Messages
     max_completion_tokens: Positive | None = Field(None, description="In place of max_tokens.")
     logprobs: bool | None = Field(None, description="Log probabilities of the tokens.")
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="With logprobs.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="With logprobs.")
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most. Default true.")
 
 
@@ -227,7 +234,7 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-# Fields of OpenAI's API and vLLM's that change the answer and are not supported: their neutral values.
+# Fields of OpenAI's and vLLM's APIs that would change the answer but are not supported, with values that are harmless.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "audio": (None,),
@@ -254,7 +261,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
-# Alternatives, where there are any.
+# Alternatives to some of these.
 INSTEAD = {
     "guided_choice": 'write structured_outputs: {"choice": …} instead',
     "guided_grammar": 'write structured_outputs: {"grammar": …} instead',

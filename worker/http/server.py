@@ -19,14 +19,13 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from speclen.transport.address import bind
 from speclen.transport.credentials import ServerSecurity
 from speclen.transport.logs import Sparse
+from speclen.transport.settings import bind
 from speclen.worker.config import KEY_FLAG, WorkerConfig
+from speclen.worker.frontend.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.http.app import create_app, front_of
-from speclen.worker.http.connection import BoundedConnection
-from speclen.worker.http.guard import Guard, allow_origins
-from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
+from speclen.worker.http.guard import BoundedConnection, Guard, allow_origins
 
 log = structlog.get_logger()
 

@@ -1,23 +1,143 @@
-"""Requests of the engine from the body of an HTTP request."""
+"""Requests of the engine from the body of an HTTP request, and tool calls that the caller forces.
+
+For a forced call a grammar makes the output a list of calls, or the arguments of one call. Calls that a model writes of its
+own accord (`tool_choice: auto`) have another form in every model family, and are not parsed.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from speclen.worker.frontend.async_engine import AsyncEngine
+from speclen.worker.frontend.grammars import ANY_OBJECT, StructuredOutput
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError
-from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, Body, ChatRequest, CompletionRequest, Sampling
-from speclen.worker.http.tools import from_tools
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
-from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, check_answer_size
-from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
+from speclen.worker.http.schema import (
+    INSTEAD,
+    UNSUPPORTED,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Function,
+    NamedTool,
+    Sampling,
+)
+from speclen.worker.requests.request import (
+    MAX_ANSWER_LOGPROBS,
+    GenerationRequest,
+    SamplingParams,
+    TextTooLongError,
+    check_answer_size,
+)
 
+CALL_HEAD = re.compile(r'[\[\]}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as of `call_head`
+MARKS = re.compile(r'\\.?|["{}]', re.DOTALL)  # in JSON: an escaped character, an end of a string, a brace
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
 NAMES = [field.name for field in fields(SamplingParams)]
+
+
+def is_forced(body: ChatRequest) -> bool:
+    """True if the output must consist of tool calls."""
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def from_tools(body: ChatRequest) -> list[StructuredOutput]:
+    """The constraint for forced tool calls, if any, as a list. Raises ApiError if they are not supported."""
+    functions, choice = [tool.function for tool in body.tools or ()], body.tool_choice
+    if not is_forced(body):
+        if functions and choice != "none":
+            raise ApiError(
+                400,
+                "tool_choice 'auto', the default with tools, is not supported by this server, since every family of models "
+                "writes calls in its own form: set tool_choice to 'required', to one of the functions, or to 'none'",
+                "tool_choice",
+                "unsupported_parameter",
+            )
+        return []
+    if not functions:
+        raise ApiError(400, "tool_choice needs tools", "tool_choice")
+    if not isinstance(choice, NamedTool):
+        pairs = [(one.name, arguments_schema(one)) for one in functions]
+        return [
+            StructuredOutput("call" if body.parallel_tool_calls is False else "calls", json.dumps(pairs), None, "tools")
+        ]
+    named = [one for one in functions if one.name == choice.function.name]
+    if not named:
+        raise ApiError(
+            400, f"tool_choice names {choice.function.name[:64]!r}, which tools does not have", "tool_choice"
+        )
+    return [StructuredOutput("arguments", json.dumps(arguments_schema(named[0])), field="tools")]
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """Schema of a function's arguments. Raises ApiError unless its type is object."""
+    schema = function.parameters or {"properties": {}, "additionalProperties": False}
+    if (kind := schema.get("type", "object")) != "object":
+        raise ApiError(
+            400, f"tools: the parameters of {function.name!r} have the type {kind!r}: it must be object", "tools"
+        )
+    return schema | {"type": "object"}
+
+
+class CallReader:
+    """Reads tool calls from an output as it grows.
+
+    name: of the function, if the output is the arguments of one call; None if the output is a list of calls.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name  # of the call that has begun, until an entry contains it
+        self._in_arguments = name is not None
+        self._in_string = self._escaped = False
+        self._depth = 0  # of braces in the arguments
+        self._unread = ""
+        self._num_calls = 0
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        """Add text. Returns entries for its calls in OpenAI's form, where the first entry of a call has its id and name."""
+        self._unread += text
+        entries = []
+        while self._unread and (self._in_arguments or self._begins()):
+            entries.append(self._entry(self._take_arguments()))
+        return entries
+
+    def _begins(self) -> bool:
+        """Begin the next call, if the unread text contains everything before its arguments."""
+        head = CALL_HEAD.match(self._unread)
+        if head is None:
+            return False
+        self._unread, self._in_arguments = self._unread[head.end() :], True
+        self._name = str(json.loads(head[1]))
+        return True
+
+    def _take_arguments(self) -> str:
+        """Take the unread text, up to the end of the arguments if that is in it."""
+        end, begin, self._escaped = len(self._unread), int(self._escaped), False
+        for found in MARKS.finditer(self._unread, begin):
+            mark = found[0]
+            if mark == '"':
+                self._in_string = not self._in_string
+            elif mark == "\\":
+                self._escaped = True  # the escaped character is still to come
+            elif mark in "{}" and not self._in_string:
+                self._depth += 1 if mark == "{" else -1
+                if self._depth == 0:
+                    self._in_arguments, end = False, found.end()
+                    break
+        taken, self._unread = self._unread[:end], self._unread[end:]
+        return taken
+
+    def _entry(self, arguments: str) -> dict[str, Any]:
+        name, self._name = self._name, None
+        if name is None:
+            return {"index": self._num_calls - 1, "function": {"arguments": arguments}}
+        self._num_calls += 1
+        call = {"index": self._num_calls - 1, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        return call | {"function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +158,10 @@ class Job:
 
 
 async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: str) -> Job:
-    """Raises ApiError or ValueError naming the field, QueueFullError when too many texts wait to be encoded."""
+    """The job of a completion.
+
+    Raises ApiError or ValueError naming the field, QueueFullError if too many texts wait to be encoded.
+    """
     check_supported(body)
     prompts = await prompt_ids(body, engine, caller)
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -46,7 +169,7 @@ async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: s
 
 
 async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
-    """Job of a chat. template: replaces the tokenizer's. Raises as `completion_job`."""
+    """The job of a chat. template: replaces the tokenizer's. Raises as `completion_job`."""
     check_supported(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -58,7 +181,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
 
 
 def structured_output(body: Sampling) -> StructuredOutput | None:
-    """None for any output. Raises ApiError for two constraints, or an empty one."""
+    """The constraint of the output; None if there is none. Raises ApiError if there are several, or an empty one."""
     asked = from_response_format(body) + from_structured_outputs(body)
     if isinstance(body, ChatRequest):
         asked += from_tools(body)
@@ -103,12 +226,12 @@ def from_structured_outputs(body: Sampling) -> list[StructuredOutput]:
 
 
 def check_supported(body: Body) -> None:
-    """Raises ApiError for unsupported fields, and for options of a stream without one."""
+    """Raise ApiError if a field is not supported, or if options of a stream are given without a stream."""
     if isinstance(body, Sampling) and body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     for name, value in (body.model_extra or {}).items():
         if name == "best_of" and value == getattr(body, "n", None):
-            continue  # the best n of n
+            continue  # the best n of n are all
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             way_out = INSTEAD.get(name, "leave it out")
             raise ApiError(400, f"{name} is not supported by this server: {way_out}", name, "unsupported_parameter")
@@ -126,7 +249,7 @@ async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) 
 
 
 async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, caller: str, param: str) -> list[int]:
-    """Token ids. param: field of the text. Raises ApiError, ValueError or QueueFullError."""
+    """Token ids of a text. param: the field that holds it. Raises ApiError if it is too long, or QueueFullError."""
     try:
         return await engine.admission.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
     except TextTooLongError as error:
@@ -134,7 +257,7 @@ async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, calle
 
 
 def too_long(engine: AsyncEngine, param: str, words: str) -> ApiError:
-    """The error in OpenAI's words, which clients look for."""
+    """The error for a prompt that is too long, in OpenAI's words, which clients look for."""
     message = f"This model's maximum context length is {engine.max_sequence_tokens} tokens, but the {param} {words}"
     return ApiError(400, message, param, "context_length_exceeded")
 
@@ -147,7 +270,7 @@ async def make_job(
     engine: AsyncEngine,
     caller: str,
 ) -> Job:
-    """A job, with its grammar, if any. max_tokens None: as many as the context and the answer hold."""
+    """Make a job, with its grammar, if any. max_tokens: None for as many as fit in the context and in the answer."""
     kind, param = ("chatcmpl", "messages") if isinstance(body, ChatRequest) else ("cmpl", "prompt")
     job_id = f"{kind}-{uuid.uuid4().hex}"
     requests = []
@@ -168,19 +291,19 @@ async def make_job(
 
 
 def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
-    """Default tokens of a choice: the room in the context, at most what `check_answer_size` allows."""
+    """Default for max_tokens: the room in the context, but no more than `check_answer_size` allows."""
     entries = (body.n or 1) * (logprobs or 0)
     return room if body.stream or not entries else min(room, MAX_ANSWER_LOGPROBS // entries)
 
 
 def fixed_length(body: Sampling) -> int | None:
-    """None where the table decides."""
+    """The request's own speculation length; None if the table decides."""
     lengths: dict[Any, int | None] = {None: None, "auto": None, "off": 0}
     return lengths[body.speculation] if body.speculation in lengths else int(body.speculation or 0)
 
 
 def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None, defaults: dict[str, float]) -> SamplingParams:
-    """Sampling parameters; null and absent fields mean the default. defaults: the model's, before OpenAI's."""
+    """Sampling parameters; null and absent fields have defaults. defaults: of the model, which precede OpenAI's."""
     given = {name: value for name in NAMES if (value := getattr(body, name, None)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     own = {
@@ -191,6 +314,6 @@ def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None, defaults:
         "logit_bias": {int(token): value for token, value in (body.logit_bias or {}).items()},
         "include_special_tokens": body.skip_special_tokens is False,
     }
-    if "top_k" in given:  # clients turn it off with -1 as well
+    if "top_k" in given:  # -1 turns it off, too
         own["top_k"] = max(0, given["top_k"])
     return SamplingParams(**({"temperature": 1.0} | defaults | given | own))

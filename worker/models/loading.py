@@ -1,7 +1,8 @@
-"""Loading of a target and a draft that fit together.
+"""Loading of a target and a draft model that fit together.
 
-Only safetensors are read, and no code of a checkpoint runs. The engine checks later that it runs a family exactly; only
-models that can never work are refused here.
+Only safetensors are read, and no code of a checkpoint runs. `reading` is the boundary around a model's files: any error of
+a library in it becomes one sentence for the user. Only models that can never work are refused here; the engine checks
+later that it runs a model exactly.
 """
 
 from __future__ import annotations
@@ -9,51 +10,178 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
-from speclen.worker.models.naming import ModelError, check_settings
-from speclen.worker.models.source import (
-    ModelSource,
-    file_of,
-    locate,
-    out_of_memory,
-    read_generation_config,
-    reading,
-    refuse_unsuitable,
-)
-from speclen.worker.models.widen import widen
+from speclen.worker.models.devices import resolve_device, resolve_dtype
+from speclen.worker.models.naming import ADAPTER, ModelError, Shape, adapter_refusal, check_settings, find_place
+from speclen.worker.models.widen import widen, widened_config
 
 log = logging.getLogger(__name__)
 
-# Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
-CPU_FLOAT32_PARAMETERS = 20_000_000
-# Text on which tokenizers of one vocabulary are compared: words, code, digits, other scripts.
+# Model types that use transformers' AttentionInterface although their classes do not declare it.
+UNDECLARED = {"biogpt", "stablelm"}
+# Text on which tokenizers with the same vocabulary are compared: words, code, digits, other scripts.
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
 # Tensors of older checkpoints that hold no weights: angles of rotary embeddings and causal masks.
 NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.\w+|(attn|attention)\.(bias|masked_bias))$")
-# Values of generation_config.json that hold where a request leaves them out, as in vLLM.
+# Values of generation_config.json that apply if a request leaves them out, as in vLLM.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Types of weights, as safetensors names them.
+# Types of unquantised weights, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
-NUM_NAMED = 3  # of many tensors in an error
+NUM_NAMED = 3  # tensors that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model before it is loaded: its directory or hub id, its configuration, and the shape to widen it to.
+
+    text_config: configuration of the language model in a multimodal one; otherwise config itself.
+    """
+
+    name: str
+    place: str
+    shape: Shape | None
+    config: Any
+    text_config: Any
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters by the configuration; allocates nothing."""
+        config = self.config if self.shape is None else widened_config(self.config, self.shape)
+        with reading(self.name, "its configuration (config.json) cannot be used"), torch.device("meta"):
+            number: int = AutoModelForCausalLM.from_config(config).num_parameters()
+        return number
+
+    @property
+    def max_context_length(self) -> int:
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit < 2:
+            raise ModelError(f"{self.name}: its configuration does not say how many positions it can hold")
+        return limit
+
+
+def locate(name: str) -> ModelSource:
+    """Find a model's files, and read its configuration. Raises ModelError."""
+    place, shape = find_place(name)
+    with reading(name, "its configuration (config.json) cannot be read"):
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        if file_of(place, ADAPTER) is not None:
+            raise ModelError(adapter_refusal(name))
+        config._attn_implementation = None  # noqa: SLF001 - what it names may not be installed, and speclen brings its own
+        return ModelSource(name, place, shape, config, config.get_text_config())
+
+
+def file_of(place: str, name: str) -> str | None:
+    """Path of a file of the model, downloaded from the hub if necessary; None if it has no such file."""
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found: str | None = cached_file(place, name, **optional)
+    return found
+
+
+def read_generation_config(source: ModelSource) -> Any:
+    """The model's generation_config.json; without that file, the defaults in its config.json."""
+    with reading(source.name, "its generation_config.json cannot be read"):
+        if file_of(source.place, "generation_config.json") is None:
+            return GenerationConfig.from_model_config(source.config)
+        return GenerationConfig.from_pretrained(source.place)
+
+
+def refuse_unsuitable(source: ModelSource) -> None:
+    """Raise ModelError, before weights are read, if a model cannot be served with a KV cache per sequence."""
+    config = source.config
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source.name}: {kind} is an encoder-decoder; speclen runs decoder-only models")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if model_class is None:
+        raise ModelError(f"{source.name}: {kind} is not a causal language model of transformers")
+    if rank := getattr(source.text_config, "kv_lora_rank", None):
+        raise ModelError(
+            f"{source.name}: {kind} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
+            "which is not supported; use a model with ordinary or grouped heads"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(
+            f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
+        raise ModelError(
+            f"{source.name}: {kind} computes attention in its own code, so sequences of different lengths would be wrong"
+        )
+
+
+@contextmanager
+def reading(name: str, problem: str) -> Iterator[None]:
+    """Turn any error of a library that reads a model's files into a ModelError, without the library's warnings.
+
+    Only for calls of libraries, which raise all types of exceptions for damaged or newer files. problem: a clause such as
+    "its weights cannot be read", with the file's name.
+    """
+    try:
+        with quiet_transformers():
+            yield
+    except ModelError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError):
+        raise out_of_memory(name, problem) from None
+    except Exception as error:
+        raise ModelError(f"{name}: {problem}: {_reason(error)}") from error
+
+
+def out_of_memory(name: str, problem: str) -> ModelError:
+    """The error for a model that does not fit in memory."""
+    return ModelError(f"{name}: {problem}: out of memory; use a smaller model or --dtype bfloat16")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress progress bars and warnings of transformers, such as that of a missing loss."""
+    verbosity, enabled = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _reason(error: Exception) -> str:
+    """First line of an error, without URLs and at most 200 characters; with its type unless the text suffices."""
+    text = str(error).strip()
+    if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    if is_offline_mode() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
+        return "it is neither a local directory nor in the hub's cache, and HF_HUB_OFFLINE is set"
+    first, *others = [line.strip() for line in text.splitlines()]
+    if others and first.endswith(":"):
+        first = f"{first} {others[0]}"
+    first_line = re.sub(r"'?https?://\S+", "the hub", first)
+    return first_line if len(first_line) <= 200 else first_line[:197] + "..."
 
 
 @dataclass(slots=True)
 class ModelPair:
     """A target and its draft model, in eval mode on one device and in one dtype.
 
-    draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
-    max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
-    proposes; None: all.
-    eos_token_ids: ascending; any of them ends a sequence. sampling_defaults: as read from
-    generation_config.json, for requests that leave them out.
+    draft: None for a target alone. vocab_size: entries of the logits of both models. max_context_length: limit of the target
+    for prompt and output together. draft_context_length: the draft model's limit; None if it is not lower. eos_token_ids:
+    ascending; any of them ends a sequence. sampling_defaults: from generation_config.json, for requests that leave them out.
     """
 
     target: Any
@@ -71,10 +199,10 @@ class ModelPair:
 
 
 def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
-    """Load both models; `draft` None, "" or "none" loads the target alone.
+    """Load a target with its draft model, or alone if draft is None, "" or "none".
 
-    device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
-    Raises ModelError when a model cannot be read or served, or the two do not fit.
+    device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
+    Raises ModelError if a model cannot be read or served, or if the two do not fit together.
     """
     check_settings(device, dtype)
     draft = None if draft in (None, "", "none") else draft
@@ -110,43 +238,8 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, by any name for load_pair. Raises ModelError."""
+    """Load the tokenizer of a model, which is named as for load_pair. Raises ModelError."""
     return _load_tokenizer(locate(name))
-
-
-def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda" or "cuda:N" stands for on this machine."""
-    if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    resolved = torch.device(device)
-    if resolved.type == "cuda":
-        resolved = torch.device("cuda", resolved.index or 0)
-        if not torch.cuda.is_available():
-            raise ModelError(f"device {device!r} was asked for, but torch sees no CUDA device; use --device cpu")
-        if resolved.index >= torch.cuda.device_count():
-            raise ModelError(f"device {device!r} does not exist; this machine has {torch.cuda.device_count()}")
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torch.dtype:
-    """The dtype of both models. "auto": the fastest one that keeps the model's quality.
-
-    CUDA: bfloat16 where the GPU computes in it, else float16. CPU: bfloat16 for targets of 20 million parameters and
-    more where the CPU has bfloat16 dot products (decoding then reads half the bytes), else float32.
-    """
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    large = num_parameters >= CPU_FLOAT32_PARAMETERS
-    return torch.bfloat16 if large and cpu_has_bfloat16() else torch.float32
-
-
-def cpu_has_bfloat16() -> bool:
-    """True if matrix products in bfloat16 have instructions of their own: AVX-512 BF16, AMX, or ARM's BF16."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _load_tokenizer(source: ModelSource) -> Any:
@@ -156,12 +249,12 @@ def _load_tokenizer(source: ModelSource) -> Any:
         problem = "its tekken.json cannot be read as a tokenizer; put the model's tokenizer.json beside it"
     with reading(source.name, problem):
         tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts of another version fail only in use
+        tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts of another version fail only when used
         return tokenizer
 
 
 def _check_same_tokenizer(sources: list[ModelSource], tokenizers: list[Any]) -> None:
-    """Raises ModelError unless token ids mean the same text to both models."""
+    """Raise ModelError unless token ids have the same meaning for both models."""
     target, draft = (tokenizer.get_vocab() for tokenizer in tokenizers)
     names = f"target {sources[0].name} and draft {sources[1].name}"
     if target != draft:
@@ -180,7 +273,7 @@ def _load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -
     with reading(source.name, problem):
         if source.shape is None:
             return _read_weights(source, dtype).to(device).eval()
-        # Read in float32 and widened straight into the device's memory and dtype.
+        # Read in float32, and widened directly into the device's memory and dtype.
         small = _read_weights(source, torch.float32)
     try:
         return widen(small, source.shape, device, dtype)
@@ -224,7 +317,7 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _quantised_weights(place: str) -> tuple[str, str] | None:
-    """The first weight of a checkpoint that is stored as integers or in 8 bits, and its type; None if there is none."""
+    """Name and type of the first weight in a checkpoint that is stored as integers or in 8 bits; None if none is."""
     index = file_of(place, "model.safetensors.index.json")
     names = {"model.safetensors"} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
     for path in (file_of(place, name) for name in sorted(names)):
@@ -239,17 +332,17 @@ def _quantised_weights(place: str) -> tuple[str, str] | None:
 
 
 def unused_weights(names: Iterable[str]) -> list[str]:
-    """Weights of a checkpoint that its model does not use, sorted."""
+    """Names of tensors in a checkpoint that are weights, sorted. names: of those that the model does not use."""
     return sorted(name for name in names if not NO_WEIGHTS.search(name))
 
 
 def _draft_context(target: ModelSource, draft: ModelSource) -> int | None:
-    """Positions of a draft that has fewer than its target."""
+    """Number of positions of a draft model that has fewer than its target; otherwise None."""
     most = draft.max_context_length
     if most >= target.max_context_length:
         return None
     log.warning(
-        "the draft %s has %d positions and the target %s %d: longer sequences go on without drafts",
+        "the draft %s has %d positions and the target %s %d: longer sequences continue without drafts",
         *(draft.name, most, target.name, target.max_context_length),
     )
     return most
@@ -257,10 +350,10 @@ def _draft_context(target: ModelSource, draft: ModelSource) -> int | None:
 
 @torch.no_grad()
 def _match_vocabulary(draft: Any, vocab_size: int) -> None:
-    """Give the draft as many logits as the target.
+    """Resize the draft model's vocabulary to that of the target.
 
-    Checkpoints of one family pad the same vocabulary to different sizes. Added rows copy the last one, which is padding
-    itself, so that the draft does not propose them.
+    Checkpoints of one family pad the same vocabulary to different sizes. Added entries are copies of the last one, which is
+    padding itself, so that the draft model does not propose them.
     """
     old_size = draft.get_output_embeddings().weight.shape[0]
     if old_size == vocab_size:
@@ -271,11 +364,11 @@ def _match_vocabulary(draft: Any, vocab_size: int) -> None:
 
 
 def _end_ids(name: str, generation_config: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """Every token that ends a sequence: those of the generation configuration, and the tokenizer's own."""
+    """All tokens that end a sequence: those of the generation configuration and of the tokenizer."""
     named = getattr(generation_config, "eos_token_id", None)
     named = [*(named if isinstance(named, list | tuple) else [named]), tokenizer.eos_token_id]
     known = [one for one in named if type(one) is int and 0 <= one < vocab_size]
     if unknown := [one for one in named if one is not None and one not in known]:
-        told = ", ".join(map(repr, unknown))
-        log.warning("%s: end tokens %s are not among the ids 0 to %d, and are left out", name, told, vocab_size - 1)
+        listed = ", ".join(map(repr, unknown))
+        log.warning("%s: the end tokens %s are ignored: ids go from 0 to %d", name, listed, vocab_size - 1)
     return tuple(sorted(set(known)))

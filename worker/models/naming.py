@@ -1,6 +1,6 @@
-"""Names of models and their places. Without torch, so that errors come at once.
+"""Names of models, and where the models are. Does not import torch, so that errors are reported at once.
 
-A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones.
+A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled models.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
 class ModelError(ValueError):
-    """A model or a pair cannot be used; the message is one sentence for the person who named it."""
+    """A model or a pair cannot be used. The message is one sentence for the person who named it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape to widen a model to, see `widen`."""
+    """The size that a model is widened to, see `widen`."""
 
     hidden: int
     layers: int
@@ -50,7 +50,7 @@ ADAPTER = "adapter_config.json"
 
 
 def check_settings(device: str = "auto", dtype: str = "auto", backend: str = "auto") -> None:
-    """Raises ModelError for an unknown device, dtype or backend."""
+    """Raise ModelError if the device, dtype or backend is unknown."""
     if not DEVICE.fullmatch(device):
         raise ModelError(f"--device {device!r} is not known; use auto, cpu, cuda or cuda:N")
     for name, value, known in (("dtype", dtype, DTYPES), ("backend", backend, BACKENDS)):
@@ -59,14 +59,14 @@ def check_settings(device: str = "auto", dtype: str = "auto", backend: str = "au
 
 
 def draft_of(target: str, draft: str) -> str:
-    """The draft model; AUTO is the bundled one with a bundled target, none ("") with others."""
+    """The draft model's name. AUTO stands for the bundled one with a bundled target, and for none ("") with others."""
     if draft != AUTO:
         return draft
     return "bundled:draft" if target.startswith("bundled:") else ""
 
 
 def check_names(target: str, draft: str) -> None:
-    """Raises ModelError for names without a model; a draft may be "", "none" or AUTO."""
+    """Raise ModelError if a name has no model. A draft may be "", "none" or AUTO."""
     find_place(target)
     draft = draft_of(target, draft)
     if draft not in ("", "none"):
@@ -74,9 +74,9 @@ def check_names(target: str, draft: str) -> None:
 
 
 def find_place(name: str) -> tuple[str, Shape | None]:
-    """Directory or hub id of a model, and the shape it is to be widened to. Raises ModelError."""
+    """Directory or hub id of a model, and the shape to widen it to, if any. Raises ModelError if there is no such model."""
     if not name.startswith("bundled:"):
-        place = str(Path(name).expanduser()) if name.startswith("~") else name  # as no shell does behind "="
+        place = str(Path(name).expanduser()) if name.startswith("~") else name  # shells do not expand it after "="
         _check_place(name, place)
         return place, None
     if name not in BUNDLED:
@@ -115,12 +115,12 @@ def digest(text: str) -> str:
 
 
 def model_label(name: str, config: Mapping[str, Any]) -> str:
-    """Name with a digest of the model's configuration, which distinguishes models of one name."""
-    # Without path and version of the file, so that workers on all machines share a context.
+    """Name of a model, with a digest of its configuration that tells models of the same name apart."""
+    # Paths and versions are left out of the digest, so that workers on all machines share a context.
     what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     return f"{short_name(name)}#{digest(json.dumps(what, sort_keys=True, default=str))}"
 
 
 def short_name(name: str) -> str:
-    """The name of a model without the folders that lead to it."""
+    """The last part of a model's path; the whole name of a bundled model."""
     return name if name.startswith("bundled:") else Path(name).name

@@ -1,15 +1,15 @@
-"""Widening of a Llama-style model without changing its function: a small model with a large one's cost.
+"""Widening of a Llama-style model without changing its function: a small model at the cost of a large one.
 
-Every hidden unit, head and FFN unit is replicated, and what flows out of r copies is weighted by coefficients that sum
-to one, as in Net2Net (Chen, Goodfellow and Shlens 2016, arXiv 1511.05641). The coefficients are powers of two even for
-r = 3 (1/2, 1/4, 1/4), so every weight stays exact in bfloat16 and only the order of summation differs:
+Every hidden unit, head and FFN unit is replicated, and the outputs of r copies are weighted by coefficients that sum to one,
+as in Net2Net (Chen, Goodfellow and Shlens 2016, arXiv 1511.05641). The coefficients are powers of two even for r = 3 (1/2,
+1/4, 1/4), so every weight stays exact in bfloat16 and only the order of summation differs:
 
     copies of hidden units   coefficients in the norm that reads them (input, post-attention and final norm)
     copies of heads          coefficients in the columns of o_proj
     copies of FFN units      coefficients in the columns of down_proj
 
-RMSNorm is unchanged, because all units are replicated equally often. Additional layers have zero output projections, so
-they add nothing to the residual stream, at the cost of a layer.
+RMSNorm is unchanged, because all units are replicated equally often. Additional layers have output projections of zero:
+they cost as much as other layers and add nothing to the residual stream.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from speclen.worker.models.naming import Shape
 
 
 def coefficients(num_copies: int) -> list[float]:
-    """num_copies powers of two that sum to one exactly: 1/2, 1/4, 1/4 for three."""
+    """num_copies powers of two that sum to exactly one, for example 1/2, 1/4, 1/4."""
     power = num_copies.bit_length() - 1
     num_split = num_copies - 2**power  # This many of the 2**power equal parts are halved.
     return [2.0**-power] * (2**power - num_split) + [2.0 ** -(power + 1)] * (2 * num_split)
 
 
 def widened_config(config: Any, shape: Shape) -> Any:
-    """The widened model's configuration. shape: multiples of the small model's."""
+    """Configuration of the widened model. shape: its sizes, multiples of the small model's."""
     wide = copy.deepcopy(config)
     wide.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     wide.num_key_value_heads = config.num_key_value_heads * (shape.heads // config.num_attention_heads)
@@ -42,9 +42,9 @@ def widened_config(config: Any, shape: Shape) -> Any:
 
 @torch.no_grad()
 def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """A wider model with the logits of `model`, built in the memory of `device` and in `dtype`.
+    """A wider model with the same logits as `model`, built directly on `device` and in `dtype`.
 
-    Nothing larger than the small model exists besides the result. shape: multiples of the small model's.
+    Apart from the result, nothing larger than the small model is allocated. shape: sizes, multiples of the small model's.
     """
     small = model.config
     hidden, heads = shape.hidden // small.hidden_size, shape.heads // small.num_attention_heads
@@ -98,6 +98,6 @@ def _replicate(
 
 
 def _replicate_norm(wide: torch.Tensor, small: torch.Tensor, copies: int) -> None:
-    """Fill wide [copies * hidden] with small [hidden], weighted so that what reads all copies sees the sum of one."""
+    """Fill wide [copies * hidden] with copies of small [hidden], weighted by coefficients that sum to one."""
     scale = torch.tensor(coefficients(copies), device=wide.device, dtype=wide.dtype)
     torch.mul(small.to(wide.device, wide.dtype)[None, :], scale[:, None], out=wide.view(copies, -1))

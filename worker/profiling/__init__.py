@@ -1,1 +1,1 @@
-"""Offline profiles: step times and acceptance, measured before serving."""
+"""Measurement of offline profiles: step times and acceptance, before serving."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from speclen.records import Arm, Choice, ContextKey, Limits, Profile, ProfileCell
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.reporting.table import ArmTable
+from speclen.worker.arms import ArmTable
 
 FORMAT, VERSION = "speclen-profile", 1
 

@@ -1,29 +1,99 @@
-"""Measurement of an offline profile on the real engine: whole-step times over batch sizes and lengths, and survival.
+"""Measurement of an offline profile on the real engine: times of whole steps, and acceptance by draft position.
 
-The grid is visited in rounds until the time is up. A round draws a context length and new prompts, and visits batch sizes
-and lengths in random order, a few steps each, so that changes of the machine and the context affect all cells alike. The
-first round goes from the largest batch size down with one step each and the shortest prompts: it finds out what fits in
-memory, and gives a rough profile in a short time.
+The grid of batch sizes and speculation lengths is visited in rounds until the time is up. A round draws a context length
+and new prompts and visits the cells in random order, a few steps each, so that changes of the machine and of the context
+affect all cells alike. The first round goes down from the largest batch size with one step per cell and the shortest
+prompts: it finds out what fits in memory, and gives a rough profile quickly.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from speclen.records import PLAIN, Arm, StepFlag
-from speclen.worker.drafting.arm_chooser import FixedArm
+import numpy as np
+
+from speclen.records import PLAIN, Arm, Profile, ProfileCell, StepFlag, StepRecord
+from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource
-from speclen.worker.profiling.stats import ProfileSamples
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
-# Long outputs of small models repeat themselves, which a draft predicts more easily than usual requests.
+Key = tuple[int, int]  # batch size, speculation length
+Step = tuple[float, float, int]  # latency_s, mean context length, number of its visit
+
+ASSUMED_DEVIATION = 0.1  # relative standard deviation of a visit, for cells with fewer than three
+LEAST_DEVIATION = 0.01  # smallest relative standard deviation, so that no cell counts as certain
+# Bound on the output: in long outputs small models repeat themselves, which a draft model predicts too easily.
 ANSWER_TOKENS = 160
 QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
+
+
+def measured_cell(key: Key, steps: Sequence[Step]) -> ProfileCell:
+    """Estimate a cell from at least one step, by medians, since a pause of the machine makes a step several times as long.
+
+    Steps of one visit share the sequences and the machine's state, so the standard error comes from the variance of visits.
+    """
+    latencies, contexts, visits = np.array(steps).T
+    times = np.array([np.median(latencies[visits == visit]) for visit in np.unique(visits)])
+    if len(times) < 3:
+        mean, deviation = float(times.min()), ASSUMED_DEVIATION * float(times.min())
+    else:
+        mean = float(np.median(times))
+        deviation = max(1.4826 * float(np.median(np.abs(times - mean))), LEAST_DEVIATION * mean)
+    # The median's standard error is 1.25 times the mean's.
+    return ProfileCell(*key, mean, 1.25 * deviation / len(times) ** 0.5, len(steps), float(contexts.mean()))
+
+
+def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list[int]]:
+    """Kaplan-Meier estimate of survival by draft position, and the number of sequences that reached each position.
+
+    histograms[s][j]: sequences that accepted exactly j of s draft tokens; a run of s is censored there. survival[i] is the
+    product of the acceptance rates of positions 0..i. A position that no sequence reached has the rate of the one before.
+    """
+    longest = max(histograms, default=0)
+    reached, accepted = np.zeros(longest, dtype=int), np.zeros(longest, dtype=int)
+    for length, histogram in histograms.items():
+        at_least = np.cumsum(np.asarray(histogram)[::-1])[::-1]  # at_least[j]: sequences with j or more
+        reached[:length] += at_least[:length]
+        accepted[:length] += at_least[1 : length + 1]
+    shares: list[float] = []
+    for count, rows in zip(accepted, reached, strict=True):
+        shares.append(count / rows if rows else shares[-1] if shares else 0.0)
+    return [float(value) for value in np.cumprod(shares)], [int(value) for value in reached]
+
+
+@dataclass(slots=True)
+class ProfileSamples:
+    """Measured steps by cell, and accepted runs by speculation length.
+
+    histograms[length][j]: sequences that accepted exactly j draft tokens. elapsed_s: measuring time. largest_batch_size: set
+    if larger ones did not fit in memory.
+    """
+
+    steps: dict[Key, list[Step]] = field(default_factory=dict)
+    histograms: dict[int, list[int]] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    num_rounds: int = 0
+    largest_batch_size: int | None = None
+
+    def add(self, step: StepRecord) -> None:
+        """Add a step without flags."""
+        length = step.arm.speculation_length
+        key = (step.batch_size, length)
+        self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length, self.num_rounds))
+        counts = self.histograms.setdefault(length, [0] * (length + 1))
+        for run, rows in enumerate(step.accepted_histogram):
+            counts[run] += rows
+
+    def result(self) -> Profile:
+        """The profile of the cells measured so far."""
+        cells = tuple(measured_cell(key, steps) for key, steps in sorted(self.steps.items()))
+        values, rows = survival(self.histograms)
+        return Profile(cells, tuple(values), tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +112,7 @@ class ProfileSettings:
 
 
 def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> ProfileSettings:
-    """A coarse grid up to a worker's limits: batch sizes 1, 2, 4, ..., some lengths, short contexts."""
+    """Settings of a coarse grid up to a worker's limits: batch sizes 1, 2, 4, ..., some lengths, short contexts."""
     sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power <= max_batch_size]
     lengths = tuple(length for length in QUICK_LENGTHS if length <= max_length)
     return ProfileSettings(
@@ -51,9 +121,9 @@ def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> Pro
 
 
 def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
-    """The settings with prompts that leave room in the context.
+    """The settings with prompts cut to leave room in the context.
 
-    Raises ValueError naming the setting that the pair cannot do.
+    Raises ValueError, naming the setting, if the models cannot run it.
     """
     if pair.draft is None and settings.lengths != (0,):
         raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
@@ -66,10 +136,7 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
 
 
 class Profiler:
-    """Runs one profile.
-
-    on_progress: called with the seconds so far, about once per visited cell.
-    """
+    """Measures one profile. on_progress: called with the seconds so far, about once per visited cell."""
 
     def __init__(
         self,
@@ -80,7 +147,7 @@ class Profiler:
     ) -> None:
         self.settings = fit_settings(pair, settings)
         self.samples = ProfileSamples()
-        # Of an output: enough for every length once, but no more than an answer.
+        # Enough tokens for every length once, but no more than an answer has.
         most = 2 * (settings.steps_per_visit + 2) * sum(length + 1 for length in settings.lengths)
         self._max_tokens = min(ANSWER_TOKENS, most)
         self._source = source
@@ -90,7 +157,7 @@ class Profiler:
         self._settling_length = 1 if pair.draft is not None else 0
         self._rows: dict[str, None] = {}  # ids of running requests, oldest first
         self._num_submitted = 0
-        self._failed = False  # True if the engine gave sequences up
+        self._failed = False  # True if the engine aborted sequences
         config = EngineConfig(
             max_batch_size=settings.batch_sizes[-1],
             max_speculation_length=settings.lengths[-1],
@@ -101,7 +168,7 @@ class Profiler:
         self._started = 0.0
 
     def _sizes(self) -> list[int]:
-        """Batch sizes of the grid that fit, and the largest that fits when that is between two of them."""
+        """Batch sizes of the grid that fit in memory, and the largest one that fits if it is not in the grid."""
         limit = self.samples.largest_batch_size
         if limit is None:
             return list(self.settings.batch_sizes)
@@ -130,23 +197,23 @@ class Profiler:
         prompt_tokens = self._random.choice(prompts) if self.samples.num_rounds else prompts[0]
         self._resize(0, prompt_tokens)
         for number, size in enumerate(sizes, 1):
-            # Each batch size of the first round has its share of the time, so that all are reached.
+            # In the first round each batch size has an equal share of the time, so that all are reached.
             end = self.settings.budget_s * (1.0 if self.samples.num_rounds else number / len(sizes))
             for length in self._ordered(list(self.settings.lengths)):
                 if self._elapsed() >= end or size not in self._sizes():
-                    break  # out of time, or so many sequences do not fit
+                    break  # out of time, or this many sequences do not fit
                 if self._resize(size, prompt_tokens):
                     self._visit(size, length)
                 self._on_progress(self._elapsed())
 
     def _ordered(self, lengths: list[int]) -> list[int]:
-        """Random order; in the first round from the outside in, so that even a short one spans the lengths."""
+        """Lengths in random order; in the first round from both ends inwards, so that even a short one covers the range."""
         if self.samples.num_rounds:
             return self._random.sample(lengths, len(lengths))
         return sorted(lengths, key=lambda length: min(lengths.index(length), len(lengths) - 1 - lengths.index(length)))
 
     def _visit(self, batch_size: int, length: int) -> None:
-        """Measure a few steps of one cell, without flagged steps and ends of sequences."""
+        """Measure a few steps of one cell, leaving out flagged steps and those in which a sequence ended."""
         self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
@@ -161,16 +228,13 @@ class Profiler:
     # Rows.
 
     def _resize(self, batch_size: int, prompt_tokens: int) -> bool:
-        """Bring the number of running sequences to batch_size, prompts processed; False if that cannot be.
-
-        Either so many do not fit, which is noted, or the time is up.
-        """
+        """Bring the number of decoding sequences to batch_size. False if they do not fit, which is noted, or time is up."""
         for request_id in list(self._rows)[: max(0, len(self._rows) - batch_size)]:
             del self._rows[request_id]
             self._engine.abort(request_id)
         self._chooser.arm = Arm(self._settling_length)
         while True:
-            # Rows that reached their limit meanwhile are replaced.
+            # Sequences that have ended meanwhile are replaced.
             for _ in range(batch_size - len(self._rows)):
                 self._submit(prompt_tokens)
             step = self._engine.step()
@@ -200,7 +264,7 @@ class Profiler:
         self._engine.submit(request, self._receive)
 
     def _receive(self, output: SequenceOutput) -> None:
-        """Note ended rows: at their limit, or aborted by the engine for lack of memory."""
+        """Note that a sequence ended: at its limit, or aborted by the engine for lack of memory."""
         if output.finish_reason is not None and output.request_id in self._rows:
             del self._rows[output.request_id]
             self._failed = self._failed or output.finish_reason is FinishReason.ABORT

@@ -1,1 +1,1 @@
-"""Reports to the controller, and its table of arms."""
+"""The worker's link to the controller: steps are reported; tables of arms and probes come back."""

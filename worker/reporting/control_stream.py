@@ -1,10 +1,14 @@
-"""The connection to the controller: registers the worker, sends reports, receives tables and probes. On the event loop."""
+"""The connection to a controller: finds it, registers the worker, sends reports, and receives tables and probes.
+
+Runs on the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -12,9 +16,9 @@ import structlog
 from grpc import aio
 
 from speclen.records import StepRecord
-from speclen.transport.address import past_proxies
-from speclen.transport.aio import prepare_aio
-from speclen.transport.embedded import FindController
+from speclen.transport.embedded import EMBEDDED, OFF, EmbeddedController, FindController, at
+from speclen.transport.servers import prepare_aio
+from speclen.transport.settings import past_proxies
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
@@ -27,7 +31,7 @@ log = structlog.get_logger()
 
 ReportCall = aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]
 
-# Keepalive alone needs more than a minute to detect a stopped peer; with the ping timeout it takes seconds.
+# With keepalive alone, detecting a stopped peer takes more than a minute; with the ping timeout it takes seconds.
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -37,8 +41,8 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
-MAX_PACE = 8  # a controller ends streams after 30 s of silence
-# Advice to the operator, by the status with which the controller refuses.
+MAX_PACE = 8  # a controller closes streams after 30 s of silence
+# Advice to the operator, by the status of the controller's refusal.
 WAYS_OUT = {
     grpc.StatusCode.UNAVAILABLE: "start one there, or correct --controller; one with TLS needs --controller-ca",
     grpc.StatusCode.DEADLINE_EXCEEDED: "is --controller the right address?",
@@ -47,16 +51,34 @@ WAYS_OUT = {
     grpc.StatusCode.FAILED_PRECONDITION: "another worker has the same --worker-id, or --run-id is another run's",
     grpc.StatusCode.INVALID_ARGUMENT: "worker and controller may be of different versions: install the same",
 }
-# Trailing header of the controller: where an epoch is refused as old, the one that counts.
+# Trailing header of the controller: if an epoch is refused as old, the newest epoch it knows of this worker.
 NEWEST_EPOCH = "speclen-newest-epoch"
 
 
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Timing of the control stream, in seconds, and sizes of its messages."""
+
+    flush_interval_s: float = 0.2  # between messages, each with the reports gathered since the last one
+    # The same after num_fresh_steps. A message costs both sides milliseconds, which is most of the controller's use of
+    # shared cores.
+    calm_interval_s: float = 0.5
+    num_fresh_steps: int = 3000
+    group_size: int = 256  # largest number of reports in a message; the protocol allows 1024
+    max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
+    heartbeat_s: float = 1.0  # an empty message is sent after a silence of this length
+    silence_s: float = 5.0  # the stream is reopened if no answer arrives for this long
+    retry_s: float = 0.5  # first pause before a reconnect; doubles up to max_retry_s
+    max_retry_s: float = 5.0
+    rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
+
+
 class StreamClosedError(Exception):
-    """The controller has closed the stream without an error."""
+    """The controller closed the stream without an error."""
 
 
 class ControlStream:
-    """Streams to a controller, one after another; each to where it is found then."""
+    """Connects to the controller again and again; `find` tells its address before every attempt."""
 
     def __init__(
         self,
@@ -66,23 +88,23 @@ class ControlStream:
         metadata: Sequence[tuple[str, str | bytes]],
     ) -> None:
         self._client, self._find, self._credentials = client, find, credentials
-        self._target = ""  # the address found last
+        self._target = ""  # address of the newest attempt
         self._metadata = aio.Metadata(*metadata)
         self._last_answer = 0.0
 
     async def run(self) -> None:
         """Keep a stream open until cancelled."""
         prepare_aio()
-        settings, told = self._client.settings, ""
+        settings, logged = self._client.settings, ""
         pause = settings.retry_s
         while True:
             started = self._client.clock()
             reason = await self._converse_once()
             if self._client.connected:
-                log.warning("controller lost, going on with the last table", controller=self._target, reason=reason)
-                self._client.lost()
-            elif (kind := reason.partition(":")[0]) != told:  # logged once per reason
-                told, table = kind, self._client.table.source
+                log.warning("controller lost, the last table stays in use", controller=self._target, reason=reason)
+                self._client.lose_controller()
+            elif (kind := reason.partition(":")[0]) != logged:  # once per reason
+                logged, table = kind, self._client.table.source
                 log.warning("no controller yet", controller=self._target, reason=reason, table=table)
             if self._client.clock() - started > settings.max_retry_s:
                 pause = settings.retry_s
@@ -90,10 +112,10 @@ class ControlStream:
             pause = min(2 * pause, settings.max_retry_s)
 
     async def _converse_once(self) -> str:
-        """One connection from start to end; returns the reason of its end."""
+        """Run one connection, and return the reason for its end."""
         try:
             self._target = await self._find()
-        except Exception as error:  # whatever keeps it from being found may pass
+        except Exception as error:  # any reason for which it is not found may be temporary
             return str(error) or type(error).__name__
         try:
             options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
@@ -104,7 +126,7 @@ class ControlStream:
             ) as channel:
                 await self._converse(rpc.ControlServiceStub(channel))
         except grpc.RpcError as error:
-            return why(error, with_advice=not self._client.connected)
+            return reason_of(error, with_advice=not self._client.connected)
         except TimeoutError:
             return f"no answer for {self.silence_s:g} s"
         except StreamClosedError:
@@ -128,14 +150,14 @@ class ControlStream:
             call.cancel()
 
     async def _register(self, stub: rpc.ControlServiceAsyncStub) -> pb.RegisterWorkerResponse:
-        """Register this incarnation, with a newer epoch if the clock made its epoch older than the last one's."""
+        """Register this incarnation; if a wrong clock made its epoch older than the last incarnation's, use a newer one."""
         try:
             response = await self._register_once(stub)
         except aio.AioRpcError as error:
             newest, card = error.trailing_metadata().get(NEWEST_EPOCH), self._client.card
             if self._client.has_registered or newest is None:
                 raise
-            # This incarnation is new, so the registered epoch is an earlier one's: its clock was ahead, or ours is behind.
+            # This incarnation is the newest, so the registered epoch is an earlier one's: its clock was ahead of ours.
             log.warning("the clock is behind that of this worker's last start", epoch=card.epoch, newest=newest)
             self._client.card = replace(card, epoch=int(newest) + 1)
             response = await self._register_once(stub)
@@ -147,8 +169,10 @@ class ControlStream:
         return await stub.RegisterWorker(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _send(self, call: ReportCall, durable_seq: int) -> None:
-        """Write until the stream ends; `_receive` gets the reason. Without gRPC's request iterator, where an error of ours
-        would cancel the call silently."""
+        """Write messages until the stream ends; `_receive` gets the reason.
+
+        gRPC's request iterator is not used, since an error of ours in it would cancel the call silently.
+        """
         async for request in self._requests(durable_seq):
             try:
                 await call.write(request)
@@ -156,7 +180,7 @@ class ControlStream:
                 return
 
     async def _requests(self, sent_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
-        """The first message names the worker; then groups of reports as they come, and heartbeats."""
+        """Messages to send: the first one names the worker; groups of reports and heartbeats follow."""
         client = self._client
         yield pb.StreamReportsRequest(worker=client.card.identity())
         quiet_since = client.clock()
@@ -174,7 +198,7 @@ class ControlStream:
 
     @property
     def _pace(self) -> int:
-        """Factor on the time between messages, as a controller that samples reports wants fewer messages."""
+        """Factor on the time between messages: a controller that samples reports wants fewer messages, too."""
         return min(self._client.buffer.sample_every, MAX_PACE)
 
     @property
@@ -183,18 +207,18 @@ class ControlStream:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without an answer, of several messages, after which the stream is closed."""
+        """Seconds without an answer, several messages long, after which the stream is closed."""
         return max(self._client.settings.silence_s, 3 * self._heartbeat_s)
 
     def _to_reports(self, records: Sequence[StepRecord]) -> list[pb.StepReport]:
-        """Records as messages. Records that cannot be encoded are dropped and counted, else they would end every stream."""
+        """Records as messages. A record that cannot be encoded would end every stream: it is dropped and counted."""
         reports = []
         for record in records:
             try:
                 reports.append(to_report(record))
             except (ValueError, TypeError, KeyError) as error:
                 self._client.buffer.num_dropped += 1
-                log.error("a report cannot be sent and is left out", seq=record.seq, reason=str(error))
+                log.error("a report cannot be encoded and is dropped", seq=record.seq, reason=str(error))
         return reports
 
     async def _receive(self, call: ReportCall) -> None:
@@ -212,15 +236,43 @@ class ControlStream:
         raise StreamClosedError
 
     async def _watch(self) -> None:
-        """Raise TimeoutError when the controller has been silent for too long."""
+        """Raise TimeoutError once the controller has been silent for too long."""
         while self._client.clock() - self._last_answer < self.silence_s:
             await asyncio.sleep(self._client.settings.silence_s / 5)
         raise TimeoutError
 
 
-def why(error: grpc.RpcError, with_advice: bool) -> str:
-    """Status and details of an error. with_advice: and the way out, where no controller was joined yet."""
+def reason_of(error: grpc.RpcError, with_advice: bool) -> str:
+    """Status and details of an error. with_advice: followed by advice, while no controller has been joined."""
     if not isinstance(error, aio.AioRpcError):
         return str(error)
     way_out = WAYS_OUT.get(error.code()) if with_advice else None
     return f"{error.code().name}: {error.details()}{f'; {way_out}' if way_out else ''}"
+
+
+def controllers(addresses: str) -> list[str]:
+    """The controller addresses in a comma-separated list; [] for the embedded controller or none."""
+    return [each.strip() for each in addresses.split(",") if each.strip() and addresses not in (EMBEDDED, OFF)]
+
+
+def finder(addresses: str, context: pb.ContextKey) -> FindController | None:
+    """A function that finds the controller of a worker; None for a worker without one."""
+    if addresses == EMBEDDED:
+        return EmbeddedController().address
+    address = controller_of(addresses, context)
+    return at(address) if address else None
+
+
+def controller_of(addresses: str, context: pb.ContextKey) -> str:
+    """Address of the controller that serves a worker; "" for none. The order of the addresses does not matter.
+
+    Controllers exchange nothing, so all workers that learn together, those of a model pair and device, need the same one.
+    Rendezvous hashing (Thaler and Ravishankar 1998) gives the same answer on every machine, and few workers move when a
+    controller is added.
+    """
+    shared = context.target, context.draft, context.device
+
+    def score(address: str) -> bytes:
+        return hashlib.sha256("\n".join([address, *shared]).encode()).digest()
+
+    return max(controllers(addresses), key=score, default="")

@@ -1,1 +1,1 @@
-"""Requests of callers, and each output in the making."""
+"""Requests of callers, and the sequences that are generated for them."""

@@ -1,4 +1,4 @@
-"""Incremental detokenization: whole characters only, and nothing that may belong to a stop string."""
+"""Incremental detokenization, which emits whole characters only, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
-MAX_HELD_TOKENS = 32  # after so many without a whole character none will come
-CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenizers treat the first token differently
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders emit it in place of incomplete characters
+MAX_HELD_TOKENS = 32  # after this many tokens without a whole character, none will come
+CONTEXT_TOKENS = 6  # last prompt tokens that are decoded too, since some tokenizers treat the first token differently
+MAX_CONTEXT_TOKENS = 32  # the same, if the last tokens have no text or begin inside a character
 SURROGATES = range(0xD800, 0xE000)
-MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
 BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -22,7 +22,7 @@ FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
-    """Decoding of a transformers tokenizer, without the clean-up of spaces, which looks at more than one token."""
+    """The decoding function of a transformers tokenizer, without its clean-up of spaces, which joins several tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         return lambda ids: fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -32,7 +32,7 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
 
 
 def special_texts(tokenizer: Any) -> dict[int, str]:
-    """Texts of the tokens that `skip_special_tokens` leaves out, by token."""
+    """Text of each token that `skip_special_tokens` leaves out."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
         return {token: added.content for token, added in fast.get_added_tokens_decoder().items() if added.special}
@@ -41,10 +41,10 @@ def special_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
-    """A function from token to bytes, by the token's name in the vocabulary; None where that is no name for bytes.
+    """A function that gives the bytes of a token, or None if its name in the vocabulary does not spell bytes.
 
-    For tokens that are a part of a character, which have no text: byte-level BPE names every byte by a visible character
-    (GPT-2), byte fallback by its number.
+    It is for tokens that are a part of a character, and so have no text. Byte-level BPE names every byte by a visible
+    character (GPT-2), byte fallback by its number.
     """
 
     def token_bytes(token: int) -> bytes | None:
@@ -58,19 +58,19 @@ def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
 
 
 class Detokenizer:
-    """Text of one growing output. The results of `push`, concatenated, are the text of all tokens so far but for an
-    unfinished character at the end, which `flush` returns. The division of tokens among calls does not matter.
+    """Text of an output as it grows.
 
-    Each call decodes only the last few tokens again. `tokenizers.DecodeStream` does the same, but fails when a run of byte
-    tokens is no text, holds such bytes for ever, and takes no prompt.
+    The concatenated results of `push` are the text of all tokens so far, without an incomplete character at the end, which
+    `flush` returns. It does not matter how the tokens are divided among calls. Each call decodes only the last few tokens
+    again. `tokenizers.DecodeStream` does the same, but fails on invalid bytes, never emits them, and takes no prompt.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._ids: list[int] = []  # the tokens that may still matter
-        self._known = ""  # text of self._ids that is known to the caller, being prompt or returned already
-        self._num_old = 0  # of these tokens, those whose text is known
-        # Replacement characters that show an unfinished one at the prompt's end: not the output's, unless it finishes that.
+        self._known = ""  # beginning of their text that is of the prompt, or has been returned
+        self._num_old = 0  # number of these tokens whose text is known
+        # Replacement characters for an incomplete character at the prompt's end, which the output may complete.
         self._prompt_rest = 0
         for token in prompt_context(decode, prompt_ids):
             self._push_one(token)
@@ -78,36 +78,36 @@ class Detokenizer:
             self._prompt_rest = len(decode(self._ids)) - len(self._known)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that is certain with these tokens."""
+        """Add tokens, and return the text that is certain now."""
         together = self._ids + list(ids)
         text = self._decode(together)
         is_plain = text.startswith(self._known) and REPLACEMENT not in text[len(self._known) :]
         if not is_plain or text.endswith(REPLACEMENT) or self._prompt_rest:
-            # How invalid bytes are shown depends on the text before: one by one, for all divisions alike.
+            # How invalid bytes are decoded depends on the text before them: one by one, any division gives the same text.
             return "".join([self._push_one(token) for token in ids])
         self._ids = together
         return self._settle(text)
 
     def flush(self) -> str:
-        """The rest: an unfinished character, as the decoder shows it."""
+        """The rest: an incomplete character, as the decoder renders it."""
         return self._advance(self._decode(self._ids))
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)
         text = self._decode(self._ids)
         if not text.startswith(self._known):
-            # Some decoders accept a run of bytes as a whole or not at all: drop the known ones.
+            # Some decoders render a run of bytes as a whole or not at all: drop the known ones.
             del self._ids[: self._num_old]
             self._known, self._num_old, text = "", 0, self._decode(self._ids)
         if text.endswith(REPLACEMENT) and len(self._ids) - self._num_old <= MAX_HELD_TOKENS:
-            # Perhaps half a character. Text before it is certain: later bytes cannot change it.
+            # Perhaps an incomplete character. Later bytes cannot change the text before it.
             return self._advance(text.rstrip(REPLACEMENT))
         return self._settle(text)
 
     def _settle(self, text: str) -> str:
-        """Accept the text of all tokens. The newest ones are context enough from here on, if they show any text.
+        """Accept the text of all tokens. From here on the newest ones suffice as context, if they have any text.
 
-        Without text they are not: decoders that drop the first space would drop that of the next token.
+        If they have none they do not: a decoder that drops the first space would drop that of the next token.
         """
         new = self._advance(text)
         newest = self._ids[self._num_old :]
@@ -118,7 +118,7 @@ class Detokenizer:
             del self._ids[self._num_old :]  # left out of the text, as special tokens are
         elif len(self._ids) > MAX_HELD_TOKENS:
             del self._ids[MAX_HELD_TOKENS:]
-            self._known = self._decode(self._ids)  # of what is left: else what the next ones show would seem known
+            self._known = self._decode(self._ids)  # of the tokens that are left, or the next text would seem known
         self._num_old = len(self._ids)
         return new
 
@@ -133,7 +133,7 @@ class Detokenizer:
 
 
 def prompt_context(decode: Decode, prompt_ids: Sequence[int]) -> Sequence[int]:
-    """The last tokens of a prompt that show some text and do not begin inside a character."""
+    """The last tokens of a prompt, enough of them to have some text and not to begin inside a character."""
     for num_tokens in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS):
         context = prompt_ids[-num_tokens:]
         text = decode(context)
@@ -143,14 +143,14 @@ def prompt_context(decode: Decode, prompt_ids: Sequence[int]) -> Sequence[int]:
 
 
 class StopStrings:
-    """Holds text back while it may belong to a stop string, and finds the first stop string.
+    """Finds the first stop string, and holds text back while it may be the beginning of one.
 
-    Special tokens may be left out of the text. Stop strings are then also searched in the text with those that they name,
-    where each is a mark: half a surrogate pair, which no text contains.
+    If special tokens are left out of the text, stop strings that contain them are searched in a text in which each such
+    token is a mark: half a surrogate pair, which no text contains.
     """
 
     def __init__(self, stops: Sequence[str], include: bool, hidden: Mapping[int, str] = MappingProxyType({})) -> None:
-        """include: leave the stop string in the text. hidden: of `spelled_tokens`, if these are left out."""
+        """include: True to leave the stop string in the text. hidden: as from `spelled_tokens`, if they are left out."""
         self._include = include
         self._held = ""  # with marks
         self._plain = {stop: stop for stop in stops}
@@ -160,18 +160,18 @@ class StopStrings:
         self._marked = {stop: with_marks(stop, marks) for stop in stops if any(text in stop for text in marks)}
 
     def mark(self, token: int) -> str:
-        """Mark of a special token that is left out of the text, for `push`: "" if no stop string has it."""
+        """Mark of a token, for `push`; "" unless it is a special token that a stop string contains."""
         return self._marks.get(token, "")
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Text that may be shown, and the stop string if this text completes one: then the text ends there.
+        """Add text. Returns the text that can be emitted, and the stop string if one is complete: the text ends there.
 
-        may_stop: False while stop strings are to be ignored; one that such text begins may still be completed later.
+        may_stop: False to ignore stop strings that end here; one that begins here may still be completed later.
         """
         num_old, marked = len(self._held), self._held + text
         text = self._without_marks(marked)
-        num_shown = len(self._without_marks(marked[:num_old]))
-        found = [(start, -len(stop), stop) for stop, start in matches(self._plain, text, num_shown)]
+        num_searched = len(self._without_marks(marked[:num_old]))
+        found = [(start, -len(stop), stop) for stop, start in matches(self._plain, text, num_searched)]
         found += [
             (len(self._without_marks(marked[:start])), -len(stop), stop)
             for stop, start in matches(self._marked, marked, num_old)
@@ -188,7 +188,7 @@ class StopStrings:
         return self._without_marks(marked[:first]), None
 
     def flush(self) -> str:
-        """The text held back, once nothing can follow."""
+        """The text held back, at the end of the output."""
         held, self._held = self._held, ""
         return self._without_marks(held)
 
@@ -197,22 +197,22 @@ class StopStrings:
 
 
 def spelled_tokens(stops: Sequence[str], special: Mapping[int, str]) -> dict[int, str]:
-    """The special tokens whose text is a part of a stop string. special: of `special_texts`, which may be thousands."""
+    """The special tokens whose text is a part of a stop string. special: as from `special_texts`."""
     together = "".join(stops)
     return {token: text for token, text in special.items() if text in together} if together else {}
 
 
 def with_marks(text: str, marks: Mapping[str, str]) -> str:
-    """The text with a mark for each special token. marks: by the token's text, the longest first."""
+    """The text with special tokens replaced by their marks. marks: by the token's text, the longest first."""
     for special, mark in marks.items():
         text = text.replace(special, mark)
     return text
 
 
 def matches(stops: Mapping[str, str], text: str, num_old: int) -> Iterator[tuple[str, int]]:
-    """Stop strings in the text, and where each begins. stops: values are what is searched.
+    """Stop strings that the text contains, with the place where each begins. stops: stop string to the text searched for.
 
-    None lies in the first num_old characters, which were searched before.
+    The first num_old characters were searched before and contain none.
     """
     for stop, searched in stops.items():
         start = text.find(searched, max(0, num_old - len(searched) + 1))
@@ -221,7 +221,7 @@ def matches(stops: Mapping[str, str], text: str, num_old: int) -> Iterator[tuple
 
 
 def held_length(stops: Iterable[str], text: str) -> int:
-    """Length of the longest end of the text with which a stop string begins."""
+    """Length of the longest suffix of the text that is a prefix of a stop string."""
     longest = 0
     for stop in stops:
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

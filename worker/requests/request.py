@@ -1,35 +1,57 @@
-"""Requests to the engine and its outputs. Plain values; no torch, no gRPC."""
+"""Requests to the engine, their validation, and outputs. Plain values, without torch or gRPC.
+
+Errors of validation name the field and its value.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speclen.records import RequestClass
 
 if TYPE_CHECKING:
-    from speclen.worker.structured.grammar import Grammar
+    from speclen.worker.sampling.grammar import Grammar
+
+# Highest temperature of that class: most requests ask for 0.7 or 1.0, whose best lengths differ by two or three.
+LOW_TEMPERATURE = 0.75
+MIN_REPETITION_PENALTY = 0.0099999997  # 0.01 as float32. Logits are divided by it, so 1e-39 would give infinities
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 256
+MAX_ENTRIES = 1024  # in logit_bias and in stop_token_ids
+MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_ENTRIES, "logit_bias": MAX_ENTRIES}
+MAX_LOGPROBS = 20
+MAX_ANSWER_LOGPROBS = 250_000  # in an answer that is not streamed: some 25 MB of JSON
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, math.inf),
+    "min_p": (0, 1),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 10),
+    "presence_penalty": (-10, 10),
+    "frequency_penalty": (-10, 10),
+    "max_tokens": (1, math.inf),
+    "min_tokens": (0, math.inf),
+    "n": (1, 64),
+    "seed": (-(2**63), 2**64 - 1),  # 64 bits, signed or not: -1 is the same as 2**64 - 1
+}
 
 
 class FinishReason(enum.Enum):
-    """Reason for the end of a sequence."""
+    """The reason why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
 
 
-# Highest temperature of the class: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
-LOW_TEMPERATURE = 0.75
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters and end of a sequence. Ranges are those of generation.proto.
+    """Sampling parameters of a request, and what ends its sequences. RANGES has their ranges.
 
-    temperature 0 is greedy. logprobs None: none; k: the chosen token's and the k most likely ones'.
+    temperature: 0 is greedy. logprobs: k for the log probabilities of the chosen token and of the k most likely ones.
     """
 
     temperature: float = 0.0
@@ -53,7 +75,7 @@ class SamplingParams:
 
     @property
     def request_class(self) -> RequestClass:
-        """The class of requests with similar acceptance."""
+        """The request class, whose members have similar acceptance."""
         if self.temperature == 0.0 or self.top_k == 1:
             return RequestClass.GREEDY
         low = self.temperature <= LOW_TEMPERATURE
@@ -62,10 +84,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt. `fixed_length` None: the table decides; k: always k draft tokens (0: plain decoding).
-    grammar: constraint of the output, None for any.
+    """A prompt, and how to continue it. With sampling.n > 1 the engine generates n sequences, whose outputs carry an index.
 
-    With sampling.n > 1 the engine runs n sequences; their outputs carry the index.
+    fixed_length: draft tokens in every step, 0 for plain decoding; None: the table decides. grammar: constraint of the
+    output; None for none.
     """
 
     request_id: str
@@ -86,12 +108,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of one sequence, and, once finish_reason is set, its totals. Sent after a step.
+    """New tokens of one sequence, sent after a step. An output with a finish_reason is the last one of its sequence.
 
-    text: text that is certain with these tokens (whole characters, nothing that may belong to a stop string).
-    num_*: totals so far. A message with a finish_reason is the last one of its index. error: a sentence beside ABORT, unless
-    the caller aborted; is_callers: True if the request itself is the cause. admitted_at, made_at: times of the slot and of
-    the tokens, by time.monotonic.
+    text: text that is certain with these tokens: whole characters, and nothing that may belong to a stop string. num_*:
+    totals so far. error: a sentence, if the sequence was aborted by a failure; is_callers: True if the request itself caused
+    it. admitted_at, made_at: times at which the sequence got its slot and the tokens were made, by time.monotonic.
     """
 
     request_id: str
@@ -113,7 +134,7 @@ class SequenceOutput:
 
 
 def joined(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
-    """Outputs of one sequence, in order, as one: the tokens of all, and the totals of the last."""
+    """Join outputs of one sequence, in order: the tokens of all, and the totals of the last."""
     return replace(
         outputs[-1],
         token_ids=tuple(token for output in outputs for token in output.token_ids),
@@ -123,7 +144,7 @@ def joined(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
 
 
 def by_sequence(outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
-    """Outputs in order, those of each sequence joined."""
+    """Join the outputs of each sequence. Sequences are in the order of their first outputs."""
     groups: dict[tuple[str, int], list[SequenceOutput]] = {}
     for output in outputs:
         groups.setdefault((output.request_id, output.index), []).append(output)
@@ -131,56 +152,144 @@ def by_sequence(outputs: Sequence[SequenceOutput]) -> list[SequenceOutput]:
 
 
 class TextTooLongError(ValueError):
-    """A text with more tokens than the model's context."""
+    """The text has more tokens than the model's context."""
 
 
 class GrammarFailedError(ValueError):
-    """A grammar that cannot be followed any further."""
+    """The output cannot follow the request's grammar any further."""
 
 
 class RefusedError(Exception):
-    """A valid request that is refused or ended. reason: a word for programs and metrics."""
+    """A valid request is refused or ended.
 
-    reason = ""
+    reason: a word for programs and metrics. grpc_code, http_status: the status over gRPC and over HTTP.
+    """
+
+    reason, grpc_code, http_status = "", "", 0
 
 
 class QueueFullError(RefusedError):
-    """The waiting queue is at its bound: try again later."""
+    """The waiting queue is full: the caller may try again later."""
 
-    reason = "queue_full"
+    reason, grpc_code, http_status = "queue_full", "RESOURCE_EXHAUSTED", 429
 
 
 class OverloadedError(RefusedError):
-    """Too many bodies arrive at once: try again later."""
+    """Too many bodies of HTTP requests arrive at once: the caller may try again later."""
 
-    reason = "overloaded"
+    reason, grpc_code, http_status = "overloaded", "UNAVAILABLE", 503
 
 
 class UnauthenticatedError(RefusedError):
     """The caller sent no valid key."""
 
-    reason = "unauthenticated"
+    reason, grpc_code, http_status = "unauthenticated", "UNAUTHENTICATED", 401
 
 
 class SlowReaderError(RefusedError):
     """The client does not read its answer."""
 
-    reason = "slow_reader"
+    reason, grpc_code, http_status = "slow_reader", "ABORTED", 408
 
 
 class DrainingError(RefusedError):
-    """The engine accepts no new requests because it is stopping."""
+    """The worker is stopping and accepts no new requests."""
 
-    reason = "draining"
+    reason, grpc_code, http_status = "draining", "UNAVAILABLE", 503
 
 
 class EngineFailedError(RefusedError):
-    """The engine's thread has ended: this worker cannot serve."""
+    """The engine's thread has ended, so this worker cannot serve."""
 
-    reason = "engine_failed"
+    reason, grpc_code, http_status = "engine_failed", "UNAVAILABLE", 503
 
 
 class RequestFailedError(RefusedError):
-    """A step of this request failed; the worker goes on."""
+    """A step of this request failed; the worker continues to serve."""
 
-    reason = "request_failed"
+    reason, grpc_code, http_status = "request_failed", "INTERNAL", 500
+
+
+def check_request(
+    request: GenerationRequest,
+    vocab_size: int,
+    max_context_length: int,
+    max_speculation_length: int,
+) -> None:
+    """Raise ValueError with one sentence for the first field that this engine cannot serve."""
+    num_tokens = len(request.prompt_ids)
+    if not num_tokens:
+        raise ValueError("prompt is empty: at least one token is needed")
+    if num_tokens >= max_context_length:
+        raise ValueError(prompt_too_long(num_tokens, max_context_length))
+    _check_ids("prompt token", request.prompt_ids, vocab_size)
+    length = request.fixed_length
+    if length is not None and not 0 <= length <= max_speculation_length:
+        raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
+    check_sampling(request.sampling, vocab_size)
+
+
+def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
+    return (
+        f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and a new token: "
+        "shorten it"
+    )
+
+
+def check_lengths(sampling: Any) -> None:
+    """Raise ValueError if a list is too long, without reading its entries. sampling: has the fields in MOST."""
+    for name, limit in MOST.items():
+        check_length(name, getattr(sampling, name), limit)
+
+
+def check_length(name: str, entries: Sized, limit: int) -> None:
+    """Raise ValueError if there are more entries than the limit."""
+    if len(entries) > limit:
+        raise ValueError(f"{name} has {len(entries)} entries, at most {limit} are allowed")
+
+
+def check_answer_size(requests: Iterable[GenerationRequest], max_context_length: int) -> None:
+    """Raise ValueError if an answer with all log probabilities of the requests would be too large for one message."""
+    entries = 0
+    for request in requests:
+        sampling = request.sampling
+        tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
+        entries += sampling.n * tokens * (sampling.logprobs or 0)
+    if entries > MAX_ANSWER_LOGPROBS:
+        raise ValueError(
+            f"logprobs may have {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask for fewer tokens "
+            "or logprobs, or over HTTP use stream"
+        )
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError with one sentence for the first field that is out of range."""
+    check_lengths(sampling)
+    for name, (low, high) in RANGES.items():
+        if (value := getattr(sampling, name)) is not None:
+            _check_range(name, value, low, high)
+    if sampling.logprobs is not None:
+        _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p is {sampling.top_p}, but must be more than 0 and at most 1")
+    _check_ids("logit_bias token", sampling.logit_bias, vocab_size)
+    for token, bias in sampling.logit_bias.items():
+        _check_range(f"logit_bias[{token}]", bias, -100, 100)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}")
+    _check_ids("stop_token_ids token", sampling.stop_token_ids, vocab_size)
+    for text in sampling.stop:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise ValueError(f"stop has a string of {len(text)} characters, allowed are 1 to {MAX_STOP_LENGTH}")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails too
+        upper = "" if high == math.inf else f" and at most {high}"
+        raise ValueError(f"{name} is {value}, but must be at least {low:g}{upper}")
+
+
+def _check_ids(name: str, ids: object, vocab_size: int) -> None:
+    for token in ids:  # type: ignore[attr-defined]
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} {token} is unknown: token ids go from 0 to {vocab_size - 1}")

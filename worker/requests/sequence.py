@@ -1,4 +1,4 @@
-"""One output in the making: its tokens, text, row, and end."""
+"""A sequence that is being generated: its tokens, its text, its slot, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from speclen.worker.drafting.ngrams import NgramIndex
 from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
+from speclen.worker.requests.ngrams import NgramIndex
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, TokenLogprobs
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.logits import RowEdits
@@ -25,14 +25,14 @@ OnOutput = Callable[[SequenceOutput], None]
 
 @dataclass(slots=True)
 class SharedPrompt:
-    """State that the n sequences of a request share. logits: [1, 1, vocab] after the prompt, once it is prefilled."""
+    """State shared by the n sequences of a request. logits: [1, 1, vocab] after the prompt; None until it is prefilled."""
 
     logits: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class NewTokens:
-    """Appended tokens, and the reason if the sequence ends. text: None unless stop strings need it at once."""
+    """Tokens appended in a step, and the reason if they end the sequence. text: set if stop strings needed it at once."""
 
     ids: list[int]
     text: str | None
@@ -44,10 +44,11 @@ class NewTokens:
 class SequenceState:
     """The index-th output of a request.
 
-    tokens: prompt and output. target_length, draft_length: the number of them, from the first on, in the models' pools. row:
-    of the pools, -1 without one; set by the scheduler. limit: most tokens, prompt included. draft_context_length: tokens up
-    to which the draft model proposes, 0 without one. fixed_length: the request's speculation length; None: the table
-    decides, and n-grams are allowed. shared: None when n is 1. hidden: texts of special tokens that `decode` leaves out.
+    tokens: prompt and output. target_length, draft_length: how many of the first tokens are in the models' KV caches. row:
+    its slot, set by the scheduler; -1 without one. limit: largest number of tokens, prompt included. draft_context_length:
+    the draft model proposes up to this many tokens; 0 without a draft model. fixed_length: the request's speculation
+    length; None: the table decides, and n-grams are allowed. shared: None if n is 1. hidden: texts of special tokens that
+    `decode` leaves out.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class SequenceState:
         self.row = -1
         self.target_length = 0
         self.draft_length = 0
-        self.draft_due = self.num_prompt_tokens  # tokens in the draft's pool if it has not fallen behind
+        self.draft_due = self.num_prompt_tokens  # tokens that the draft model's KV cache holds unless it is behind
         self.num_steps = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
-        self.failed = False  # by an internal error: its row may be damaged
-        self.admitted_at: float | None = None  # by time.monotonic, when it got its slot
+        self.failed = False  # by an internal error: its slot's contents may be damaged
+        self.admitted_at: float | None = None  # time.monotonic at which it got its slot
         self.sampling = RowSampling()  # replaced when it gets its slot
         # A grammar allows the end token only where the output ends, so it is never ignored.
         ignored = sampling.ignore_eos and request.grammar is None
@@ -100,11 +101,11 @@ class SequenceState:
 
     @property
     def may_draft(self) -> bool:
-        """True if the draft model may propose its next tokens; stays False once it is too long for that."""
+        """True if the draft model may propose its next tokens. Once False, since it is too long, it stays False."""
         return len(self.tokens) < self._drafts_below
 
-    def go_on_plainly(self) -> None:
-        """Allow no proposals from now on."""
+    def disable_speculation(self) -> None:
+        """Propose nothing for it from now on."""
         self._drafts_below, self.may_use_ngrams, self.ngram_index = 0, False, None
 
     @property
@@ -114,11 +115,11 @@ class SequenceState:
 
     @property
     def has_slow_grammar(self) -> bool:
-        """True if its masks are too slow for proposals, of which each token needs one."""
+        """True if its grammar is too slow for proposals, since every proposed token needs a mask."""
         return self.sampling.grammar is not None and self.sampling.grammar.is_slow
 
     def room(self, max_context_length: int) -> int:
-        """Tokens that may be proposed for it now; the last token comes without a proposal."""
+        """Number of tokens that may be proposed for it now. Its last token is never a proposed one."""
         return 0 if self.has_slow_grammar else min(self.num_left - 1, max_context_length - len(self.tokens))
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class SequenceState:
         self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
     def append(self, ids: list[int]) -> NewTokens:
-        """Append new tokens up to the end of the sequence; `show` then gives the caller's output."""
+        """Append new tokens up to the end of the sequence. `output` turns the result into the caller's output."""
         ids, reason, end_token = self._cut_at_end_token(ids[: self.num_left])
         grammar = self.sampling.grammar
         if grammar is not None and (num_followed := grammar.append(ids)) < len(ids):
@@ -139,7 +140,7 @@ class SequenceState:
             if stop is not None:
                 ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
         self.tokens += ids
-        # One of them comes without a draft, even if the last kept one was drafted.
+        # One of the tokens of every step is not a proposed one.
         self.num_accepted_tokens += max(0, len(ids) - 1)
         if self.sampling.edits is not None:
             self.sampling.edits.append(ids)
@@ -151,30 +152,30 @@ class SequenceState:
         self.finished = reason is not None
         return NewTokens(ids, text, reason, matched, error)
 
-    def show(self, new: NewTokens, logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
-        """The output for the caller, once after every `append`."""
+    def output(self, new: NewTokens, logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
+        """The output for the caller. To be called once after every `append`."""
         text, ids = new.text, new.ids
         if text is None:
             text = self._detokenizer.push(self._visible(ids, new.reason, new.matched))
         if new.reason is not None and not isinstance(new.matched, str):
             text += self._rest()
-        shown = tuple(logprobs[: len(ids)]) if logprobs and self.request.sampling.logprobs is not None else ()
+        wanted = tuple(logprobs[: len(ids)]) if logprobs and self.request.sampling.logprobs is not None else ()
         ended = {"finish_reason": new.reason, "matched_stop": new.matched, "error": new.error}
-        return self._output(token_ids=tuple(ids), text=text, logprobs=shown, is_callers=new.error is not None, **ended)
+        return self._output(token_ids=tuple(ids), text=text, logprobs=wanted, is_callers=new.error is not None, **ended)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
-        """End here, and show held-back text. error: the failure, None if a caller asked for the end."""
+        """End the sequence here, and emit the text held back. error: the failure; None if the caller aborted it."""
         self.finished = True
         self.failed = error is not None
         try:
             text = self._rest()
         except Exception:
-            log.exception("the last text of request %s cannot be shown", self.request.request_id)
+            log.exception("the last text of request %s cannot be decoded", self.request.request_id)
             text = ""
         return self._output(token_ids=(), text=text, finish_reason=FinishReason.ABORT, error=error)
 
     def _output(self, **news: Any) -> SequenceOutput:
-        """An output with the totals so far, and what is new in it."""
+        """An output with the totals so far. news: its new tokens, text and end."""
         return SequenceOutput(
             request_id=self.request.request_id,
             index=self.index,
@@ -189,7 +190,7 @@ class SequenceState:
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-        """The tokens up to the first end or stop token, that token included."""
+        """The tokens up to and including the first end or stop token, with the reason and that token if there is one."""
         if self._ends.isdisjoint(ids):
             return ids, None, None
         first_possible = self.request.sampling.min_tokens - self.num_output_tokens
@@ -200,16 +201,16 @@ class SequenceState:
         return ids, None, None
 
     def _visible(self, ids: list[int], reason: FinishReason | None, matched: int | str | None) -> list[int]:
-        """Tokens whose text is shown: without the end token, unless special tokens are included."""
+        """Tokens whose text is in the output: all but the end token, unless special tokens are included."""
         if reason is not FinishReason.STOP:
             return ids
-        shown = matched in self._eos and self.request.sampling.include_special_tokens
-        return ids if shown else ids[:-1]
+        keeps_end = matched in self._eos and self.request.sampling.include_special_tokens
+        return ids if keeps_end else ids[:-1]
 
     def _search_stop_strings(self, ids: list[int], num_visible: int) -> tuple[int, str, str | None]:
         """Number of tokens up to the first complete stop string, their text up to it, and the stop string.
 
-        num_visible: of the tokens, those whose text is shown.
+        num_visible: number of the tokens whose text is in the output.
         """
         assert self._stops is not None
         text = ""
@@ -226,8 +227,8 @@ class SequenceState:
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest
-        shown, _ = self._stops.push(rest)
-        return shown + self._stops.flush()
+        text, _ = self._stops.push(rest)
+        return text + self._stops.flush()
 
 
 def make_row_sampling(

@@ -1,1 +1,1 @@
-"""Choosing tokens: probabilities, noise, and what of a draft is accepted."""
+"""Choice of tokens: distributions, noise, grammars, and the acceptance of drafts."""

@@ -1,8 +1,8 @@
-"""Choice of tokens on the host, in numpy, for rows that only have a temperature.
+"""Choice of tokens on the host, in numpy, for rows that have a temperature only.
 
-Both acceptance rules of `verification`, one distribution at a time: columns without a proposal, or after a rejection, cost
-nothing, and noise of a draft is drawn once. `rules.SamplingRule` is for rows of all kinds on any device; rows with seeds
-and greedy ones get the same tokens from both.
+It implements both acceptance rules of `verification`, one distribution at a time: columns without a proposal, or after a
+rejection, cost nothing, and the noise of a draft token is drawn once. `rules.SamplingRule` handles rows of all kinds on any
+device. Greedy and seeded rows get the same tokens from both.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.verification import num_matching
 
-MIN_TEMPERATURE = 1e-6  # below it the division could overflow; only the most likely token is left anyway
+MIN_TEMPERATURE = 1e-6  # division by less could overflow, and only the most likely token is drawn anyway
 
 
 class HostSettings:
-    """Settings of a batch's rows, made once per change of the batch. temperatures: [rows], 0 for greedy.
+    """Sampling settings of a batch as arrays. Made once per change of the batch.
 
-    keys: [rows], int64, of `noise`, for `seeded` rows; the others draw.
+    temperatures: [rows], 0 for greedy. keys: [rows], int64, of `noise`, for the rows that are `seeded`.
     """
 
     def __init__(self, temperatures: np.ndarray, keys: np.ndarray, seeded: np.ndarray) -> None:
@@ -33,9 +33,9 @@ class HostSettings:
 
 
 class HostRule:
-    """A `TokenRule` for one step. positions: of each row, the number of its output tokens before the step.
+    """A `TokenRule` for one step. positions: number of output tokens of each row before the step.
 
-    num_ngrams: [rows], n-gram tokens of each row's proposal, which precede draft tokens; None for none.
+    num_ngrams: [rows], n-gram tokens in each row's proposal, which precede draft tokens; None for none.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class HostRule:
         generator: torch.Generator | None,
         num_ngrams: np.ndarray | None = None,
     ) -> None:
-        # After a pass every array operation comes from memory, so greedy rows skip most of them.
+        # After a forward pass the code of every array operation is read from memory, so greedy rows skip most of them.
         self._rows, self._positions, self._generator = rows, positions, generator
         self._num_ngrams = num_ngrams
-        # By row and place after its output:
+        # By row and place after its output.
         self._noise: dict[tuple[int, int], np.ndarray] = {}
         self._drawn_from: dict[tuple[int, int], tuple[np.ndarray, float]] = {}  # scores of the draft, and their sum
 
     def draft(self, logits: np.ndarray, rows: np.ndarray, num_drafted: int) -> np.ndarray:
-        """Draft tokens [n] of some rows that have num_drafted already. logits: [n, vocab]."""
+        """The next draft tokens [n] of some rows, which have num_drafted already. logits: [n, vocab]."""
         if not self._rows.any_samples:
             return logits.argmax(-1)
         ahead = np.full(len(rows), num_drafted) + (0 if self._num_ngrams is None else self._num_ngrams[rows])
@@ -69,7 +69,7 @@ class HostRule:
         return ids
 
     def verify_even(self, logits: np.ndarray, proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `verify`, where all rows propose equally many tokens. logits: [b, k + 1, vocab]."""
+        """As `verify`, if all rows propose the same number of tokens. logits: [b, k + 1, vocab]."""
         if self._rows.any_samples:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
@@ -82,10 +82,10 @@ class HostRule:
     def verify(
         self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Accepted lengths [b], and tokens [b, k + 1] of which row r's first accepted + 1 are its output.
+        """Accepted lengths [b], and tokens [b, k + 1]: the first accepted + 1 tokens of a row are its output.
 
-        logits: [n, vocab], row after row: what follows columns[i] of the proposed tokens [b, k] of rows[i]; row r proposes
-        the first num_proposed[r] of them.
+        logits: [n, vocab], row after row: logits[i] follow the first columns[i] proposed tokens of rows[i]. proposed: [b,
+        k], of which row r proposes the first num_proposed[r].
         """
         logits, likeliest, broken = _usable(logits)
         tokens = np.zeros((len(proposed), proposed.shape[1] + 1), np.int64)
@@ -102,9 +102,9 @@ class HostRule:
         return _cut(num_accepted, rows[broken], columns[broken]), tokens
 
     def _choose(self, logits: np.ndarray, ids: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """The largest logit, or the winner of the race for seeded rows.
+        """The most likely token; for seeded rows, the winner of the exponential race.
 
-        ids: [n], of the largest logits, overwritten.
+        ids: [n], of the largest logits; overwritten.
         """
         if self._rows.any_races:
             (racing,) = np.nonzero(self._rows.races[rows])
@@ -132,10 +132,10 @@ class HostRule:
         return scores.argmax(-1)
 
     def _accept(self, row: int, logits: np.ndarray, proposed: np.ndarray, shares: list[float]) -> tuple[int, int]:
-        """Number of a row's proposals accepted by rejection sampling, and the token that follows.
+        """Number of proposals of a row that rejection sampling accepts, and the token that follows.
 
-        As `verification.verify`; the draft distribution of an n-gram token is 1 at that token. logits: [proposals + 1,
-        vocab]; shares: as many uniform numbers in [0, 1).
+        As `verification.verify`; the draft distribution of an n-gram token is one-hot. logits: [proposals + 1, vocab];
+        shares: as many uniform numbers in [0, 1).
         """
         num_proposed = len(logits) - 1
         for column in range(num_proposed):
@@ -150,7 +150,7 @@ class HostRule:
                 left[token] = 0.0
             else:
                 left = np.maximum(scores - drafted[0] * np.float32(total / drafted[1]), 0.0)
-            # Where both distributions agree to rounding, nothing may be left: then use the target's.
+            # If both distributions agree up to rounding, nothing may be left: then the target's is used.
             return column, _drawn(left if left.any() else scores, shares[-1])[0]
         return num_proposed, _drawn(self._scores(logits[-1], row), shares[-1])[0]
 
@@ -173,7 +173,7 @@ class HostRule:
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As TokenRule; tokens beyond a row's cap are undefined."""
+        """As TokenRule. Tokens beyond a row's cap are undefined."""
         num_rows, length = draft_ids.shape
         num_proposed = np.full(num_rows, length) if caps is None else np.minimum(caps.numpy(), length)
         rows, columns = places_of(num_proposed)
@@ -183,16 +183,16 @@ class HostRule:
 
 
 def places_of(num_proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of every distribution that follows a row's pending token or one of its proposals, row after row."""
+    """Row and column of each distribution that verification needs: one after the pending token and after each proposal."""
     counts = num_proposed + 1
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
 
 
 def _usable(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [n, vocab], the ids [n] of their largest ones, and the indices of those whose largest is NaN or infinite.
+    """Logits [n, vocab], the ids [n] of the largest ones, and the indices of rows whose largest one is NaN or infinite.
 
-    Those become all equal: drafts from them are verified as usual, and the target's choices are cut.
+    The logits of such rows are set to 0. Drafts from them are verified as usual; the target's choices are cut off.
     """
     likeliest = logits.argmax(-1)  # NaN counts as the largest
     (broken,) = np.nonzero(~np.isfinite(logits[np.arange(len(logits)), likeliest]))
@@ -203,7 +203,7 @@ def _usable(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _cut(num_accepted: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """As `verification.cut_at_broken`, by the places of unusable logits."""
+    """As `verification.cut_at_broken`, given the places of unusable logits."""
     np.minimum.at(num_accepted, rows, columns - 1)
     return num_accepted
 
@@ -215,7 +215,7 @@ def on_host(logits: torch.Tensor) -> np.ndarray:
 
 
 def _drawn(scores: np.ndarray, share: float) -> tuple[int, float]:
-    """The token at a share, in [0, 1), of the scores' sum; and the sum. Scores: some above 0."""
+    """Draw a token by inverting the cumulative scores, not all 0, at share, in [0, 1). Returns it with their sum."""
     sums = scores.cumsum(dtype=np.float64)
     total = float(sums[-1])
     token = int(sums.searchsorted(min(share * total, np.nextafter(total, 0.0)), side="right"))

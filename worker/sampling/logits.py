@@ -1,7 +1,7 @@
-"""Penalties, logit bias and min_tokens, for sequences that each have their own settings.
+"""Edits of logits: penalties, logit bias and min_tokens, with settings of its own for each sequence.
 
-The same edits apply to draft and target, and every position sees the tokens before it, drafted ones included. So a draft
-is verified against the distribution that the sequence would have without speculation.
+The same edits apply to draft and target. At every position they take the tokens before it into account, including draft
+tokens. So a draft is verified against the distribution that the sequence would have without speculation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from speclen.worker.models.upload import upload
+from speclen.worker.models.devices import upload
 
 
 class RowEdits:
-    """One row's settings and token counts.
+    """Settings of one sequence, and its token counts.
 
-    logit_bias: token to addend. forbidden: tokens that are not allowed before output position `min_tokens`.
+    logit_bias: from token to addend. forbidden: tokens that are not allowed before output position `min_tokens`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RowEdits:
         self.repetition_penalty = repetition_penalty
         self.presence_penalty = presence_penalty
         self.frequency_penalty = frequency_penalty
-        # Tensors from the start: a request may name the whole vocabulary, which every step reads.
+        # Tensors, not dictionaries: every step reads them, and a request may name the whole vocabulary.
         self.bias_ids = upload(np.array(list(logit_bias or ()), np.int64), device)
         self.bias = upload(np.array(list((logit_bias or {}).values()), np.float32), device)
         self.forbidden = upload(np.array(forbidden if min_tokens else (), np.int64), device)
@@ -47,7 +47,7 @@ class RowEdits:
             self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.in_prompt[upload(np.array(prompt_ids, np.int64), device)] = True
             self.counts = torch.zeros(vocab_size, device=device)
-            self.uncounted: list[int] = []  # output that is not among the counts yet
+            self.uncounted: list[int] = []  # output tokens that are not in the counts yet
 
     def append(self, ids: Sequence[int]) -> None:
         """Count output tokens."""
@@ -56,16 +56,16 @@ class RowEdits:
 
 
 class LogitEdits:
-    """The edits of a batch for one step. rows: one entry per row, None where the logits stay as they are.
+    """The edits of a batch for one step. rows: one entry per row, None if its logits are not edited.
 
-    positions: [rows], output tokens of each row before the step.
+    positions: [rows], number of output tokens of each row before the step.
     """
 
     def __init__(self, rows: Sequence[RowEdits | None], positions: torch.Tensor) -> None:
         self.positions = positions
         device = positions.device
         penalised = [(at, row) for at, row in enumerate(rows) if row is not None and row.penalises]
-        # Ascending and on the host as well, so that the first rows' part is a slice without a synchronisation.
+        # On the host as well, in ascending order, so that a slice for the first rows needs no synchronisation.
         self._penalised = np.array([at for at, _ in penalised], np.int64)
         if penalised:
             self._penalised_rows = upload(self._penalised, device)
@@ -111,7 +111,7 @@ class LogitEdits:
         counts = _drafted(draft_ids[rows], first, chosen.shape[1], chosen.shape[2]).add_(self._counts[:count, None])
         repetition, presence, frequency = self._settings[:, :count]
         in_output = counts > 0
-        # In place: with a large vocabulary these are the largest tensors of a step.
+        # In place, since with a large vocabulary these are the largest tensors of a step.
         factor = torch.where(chosen > 0, 1 / repetition, repetition)
         chosen.mul_(factor.masked_fill_(~(in_output | self._in_prompt[:count, None]), 1.0))
         del factor
@@ -119,7 +119,7 @@ class LogitEdits:
 
 
 def _counts(rows: Sequence[RowEdits]) -> torch.Tensor:
-    """[rows, vocab]: counts of tokens in the rows' output, after counting the uncounted ones."""
+    """[rows, vocab]: counts of tokens in the rows' output, with the uncounted ones added."""
     counts = torch.stack([row.counts for row in rows])
     places = [at * counts.shape[1] + token for at, row in enumerate(rows) for token in row.uncounted]
     added = torch.ones(len(places), device=counts.device)
@@ -135,7 +135,7 @@ def _drafted(draft_ids: torch.Tensor, first: int, columns: int, vocab_size: int)
     counts = torch.zeros(rows, columns, vocab_size, device=draft_ids.device)
     ids = draft_ids[:, : first + columns - 1]
     if ids.shape[1]:
-        # Draft token t counts from the first column that follows it.
+        # Draft token t counts from the first column after it.
         column = (torch.arange(ids.shape[1], device=ids.device) + 1 - first).clamp_min(0).expand_as(ids)
         row = torch.arange(rows, device=ids.device)[:, None].expand_as(ids)
         counts.index_put_((row, column, ids), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and a position alone, not on the batch."""
+"""Random numbers that depend only on a key and a position, not on the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     found[..., 0::2] = bits & _HALF
     found[..., 1::2] = _shift(bits, 32)
     del bits
-    # In place: with a large vocabulary these are the largest tensors of a step.
+    # In place, since with a large vocabulary these are the largest tensors of a step.
     found.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
     return found[..., :vocab_size]
 
@@ -50,9 +50,9 @@ def fresh(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor
 
 
 def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The same for n pairs of a key and a position, int64: [n, vocab_size]. By numpy, with unsigned numbers.
+    """The same in numpy, for n pairs of a key and a position, int64: [n, vocab_size].
 
-    Computed in pieces that fit into the cache, so that a large vocabulary costs no more per token than a small one.
+    It is computed in pieces that fit in the processor's cache, so that a token of a large vocabulary costs no more.
     """
     golden, found = np.uint64(_GOLDEN), np.empty((len(keys), vocab_size), np.float32)
     rows = _mix_array(keys.astype(np.uint64) + positions.astype(np.uint64) * golden)

@@ -1,4 +1,4 @@
-"""The rule by which a batch chooses tokens, on any device; `host` has one for numpy."""
+"""The rule by which the sequences of a batch choose tokens, on any device. `host` has a faster one in numpy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from speclen.worker.models.upload import upload
+from speclen.worker.models.devices import upload
 from speclen.worker.sampling import noise
+from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.host import MIN_TEMPERATURE, HostSettings
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import (
@@ -23,16 +24,15 @@ from speclen.worker.sampling.verification import (
     truncate_,
     verify,
 )
-from speclen.worker.structured.grammar import GrammarState, StepGrammars
 
-# Most likely tokens among which a draft is drawn where top-k or top-p asks for the likely ones: to sort a vocabulary of 128k
-# takes longer than a draft model's pass. Verification uses the same distribution, so outputs do not depend on it.
+# With top-k or top-p a draft token is drawn from this many of the most likely tokens, since sorting a vocabulary of 128k
+# takes longer than a pass of the draft model. Verification uses the same distribution, so outputs do not depend on it.
 DRAFT_CANDIDATES = 64
 
 
 @dataclass(slots=True)
 class RowSampling:
-    """One row's settings. key: of `noise`, set when the row's tokens must not depend on the rest of the batch."""
+    """Sampling settings of one sequence. key: of `noise`; set if its tokens must not depend on the rest of the batch."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -44,22 +44,22 @@ class RowSampling:
 
     @property
     def is_unrestricted(self) -> bool:
-        """True without edits, grammar and truncation: greedy, or all tokens at the temperature's probability."""
+        """True without penalties, grammar and truncation: greedy, or any token may be drawn."""
         return not self.looks_back and (self.temperature == 0 or not self.is_truncated)
 
     @property
     def is_truncated(self) -> bool:
-        """True if unlikely tokens are never drawn."""
+        """True if top-k, top-p or min-p exclude unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def looks_back(self) -> bool:
-        """True if edits or a grammar make the next token depend on the earlier ones, beyond the model's own logits."""
+        """True if penalties or a grammar make the next token depend on earlier ones in another way than by the model."""
         return self.edits is not None or self.grammar is not None
 
 
 class TokenRule(Protocol):
-    """Proposes draft tokens and decides which stay. One object per step; `propose` is called for columns 0, 1, ..."""
+    """Chooses draft tokens and decides which are accepted. One object per step; one call of `propose` per draft token."""
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft tokens [n] for the first n rows. logits: [n, 1, vocab]; draft_ids: [n, tokens drafted so far]."""
@@ -67,15 +67,15 @@ class TokenRule(Protocol):
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accepted lengths [rows], and tokens [rows, k + 1] of which row r's first accepted + 1 are its output.
+        """Accepted lengths [rows], and tokens [rows, k + 1]: the first accepted + 1 tokens of a row are its output.
 
-        The length is -1 for a row that gets no token, since its logits are NaN or infinite: see `cut_at_broken`.
-        logits: [rows, k + 1, vocab] of the target; draft_ids: [rows, k]; caps: [rows] or None for k.
+        The length is -1 for a row without a token, since its logits are NaN or infinite: see `cut_at_broken`. logits:
+        [rows, k + 1, vocab] of the target; draft_ids: [rows, k]; caps: [rows], proposed tokens per row; None for k.
         """
 
 
 class RowGroup:
-    """Rows of a batch, ascending, that choose tokens alike."""
+    """Those rows of a batch, ascending, that choose tokens in the same way."""
 
     def __init__(self, chosen: Sequence[bool], device: torch.device) -> None:
         self._rows = [row for row, is_chosen in enumerate(chosen) if is_chosen]
@@ -83,7 +83,7 @@ class RowGroup:
         self._index = upload(np.array(self._rows, np.int64), device)
 
     def among(self, num_rows: int) -> torch.Tensor | slice | None:
-        """Index of those among the first rows of the batch: a slice if all of them are, None if none is."""
+        """Index of the group's rows among the first num_rows of the batch: a slice if all are, None if none is."""
         if self.has_all:
             return slice(num_rows)
         count = bisect_left(self._rows, num_rows)
@@ -91,7 +91,7 @@ class RowGroup:
 
 
 class BatchSampling:
-    """Settings of a batch's rows as tensors; made once for every change of the batch."""
+    """Sampling settings of a batch as tensors. Made once per change of the batch."""
 
     def __init__(self, rows: Sequence[RowSampling], device: torch.device) -> None:
         def column(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
@@ -107,7 +107,7 @@ class BatchSampling:
         self.top_p = column([row.top_p for row in rows]) if any(row.top_p < 1 for row in rows) else None
         self.min_p = column([row.min_p for row in rows]) if any(row.min_p > 0 for row in rows) else None
         self.keys = column([row.key or 0 for row in rows], np.int64)
-        # By the rule that fits it, a row is greedy, seeded or drawn. Greedy rows have no randomness to reproduce.
+        # A row is greedy, seeded or drawn, and each kind has its own rule. Greedy rows need no noise.
         self.seeded = group(lambda row: row.temperature > 0 and row.key is not None)
         self.drawn = group(lambda row: row.temperature > 0 and row.key is None)
         self.all_greedy, self.all_drawn = all(row.temperature == 0 for row in rows), self.drawn.has_all
@@ -123,13 +123,13 @@ class BatchSampling:
         return HostSettings(np.array(temperatures), self.keys.numpy(), np.array(seeded))
 
     def grammars(self) -> StepGrammars | None:
-        """Those of the rows, for one step; None where no row has any."""
+        """The rows' grammars, for one step; None if no row has one."""
         return StepGrammars([row.grammar for row in self.rows]) if self.has_grammars else None
 
     def scaled(self, logits: torch.Tensor, candidates: int | None = None) -> torch.Tensor:
-        """Logits [n, columns, vocab] of the first n rows by their temperatures; -inf where not to be drawn.
+        """Logits [n, columns, vocab] of the first n rows, divided by temperature; -inf for tokens that must not be drawn.
 
-        Those of greedy rows stay as they are. In float32 unless all are. candidates: as `truncate_`.
+        The logits of greedy rows are not changed. float32 unless all rows are greedy. candidates: as for `truncate_`.
         """
         num_rows = len(logits)
         if self.all_greedy:
@@ -150,10 +150,10 @@ class BatchSampling:
 
 
 class SamplingRule:
-    """Rows with and without randomness, each by the rule that fits it; see `verification` for the two rules.
+    """A `TokenRule` for all kinds of rows. See `verification` for the two rules of acceptance.
 
-    positions: [rows], output tokens of each row before the step: noise and min_tokens depend on the output position.
-    num_ngrams: [rows], n-gram tokens of each row's proposal, which precede draft tokens and were not drawn; None for none.
+    positions: [rows], number of output tokens of each row before the step, on which noise and min_tokens depend.
+    num_ngrams: [rows], n-gram tokens in each row's proposal, which precede draft tokens and were not drawn; None for none.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class SamplingRule:
         self.generator = generator
         self.edits = LogitEdits([row.edits for row in batch.rows], positions) if batch.has_edits else None
         self.grammars = batch.grammars()
-        self._draft_probs: list[torch.Tensor] = []  # by column, [those of the first rows that are drawn, vocab]
+        self._draft_probs: list[torch.Tensor] = []  # by column: [drawn rows among the first ones, vocab]
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         column = draft_ids.shape[1]
@@ -214,9 +214,9 @@ class SamplingRule:
         return self.batch.scaled(logits, candidates)
 
     def _choose(self, scaled: torch.Tensor, first: int, num_ngrams: torch.Tensor | None) -> torch.Tensor:
-        """Tokens [n, columns] of greedy and seeded rows; any of the others.
+        """Tokens [n, columns] of greedy and seeded rows; arbitrary ones for drawn rows.
 
-        first: column of the first; num_ngrams: of each row, before that column.
+        first: place of the first column after the output. num_ngrams: n-gram tokens of each row before that column.
         """
         if self.batch.all_drawn:
             return torch.zeros(scaled.shape[:2], dtype=torch.long, device=scaled.device)
@@ -232,10 +232,10 @@ class SamplingRule:
         return ids
 
     def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor, drawn: torch.Tensor | slice) -> torch.Tensor:
-        """Draft distributions [rows, k, vocab] of drawn rows: 0 where nothing was drafted; n-gram tokens have all of 1.
+        """Draft distributions [rows, k, vocab] of drawn rows: 0 if nothing was drafted, one-hot at an n-gram token.
 
-        So an n-gram token is accepted with the target's own probability of it, and after a rejection the target's
-        distribution is left without it.
+        So an n-gram token is accepted with the target's probability of it. After a rejection, the next token is drawn from
+        the target's distribution without it.
         """
         rows, columns, vocab_size = probs.shape
         drafted = probs.new_zeros(rows, columns - 1, vocab_size)
@@ -243,7 +243,7 @@ class SamplingRule:
             for column, column_probs in enumerate(self._draft_probs):
                 drafted[: len(column_probs), column] = column_probs
             return drafted
-        # No index depends on values of the device, for which the host would have to wait.
+        # No index depends on values on the device, or the host would have to wait for them.
         every, num_ngrams = torch.arange(rows, device=probs.device), self._num_ngrams[drawn]
         for column, column_probs in enumerate(self._draft_probs):
             places = num_ngrams[: len(column_probs)] + column
@@ -267,5 +267,5 @@ def choices_of(row: RowSampling, logits: torch.Tensor, first: int, candidates: i
 
 
 def distributions_of(row: RowSampling, logits: torch.Tensor, candidates: int | None = None) -> torch.Tensor:
-    """Probabilities [n, vocab] that one row, which is not greedy, draws from by these logits, [n, vocab]."""
+    """Distributions [n, vocab] from which a row that is not greedy draws, given logits [n, vocab]."""
     return BatchSampling([row], logits.device).distribution(logits[None], candidates)[0]

@@ -1,13 +1,13 @@
 """The rules that turn logits into tokens. Pure functions of tensors.
 
-Two rules accept drafts, and both keep the output exactly target-distributed:
+Two rules accept drafts. With both, the output follows the target's distribution exactly:
 
-- `verify`, rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv
-  2302.01318): accepts as often as any rule can, but which token comes out depends on what was drafted.
-- `accept_matching`: target and draft choose with the same noise, and a draft token is accepted when it is the target's
-  own choice. The output is then a function of the noise and the target alone, whatever was drafted and however many
-  tokens at a time (drafter invariance: Daliri, Musco and Suresh 2024, arXiv 2408.07978). It accepts somewhat less
-  often. Greedy decoding is its case without noise.
+- `verify` is rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv
+  2302.01318). It accepts as often as any rule can, but the generated token depends on what was drafted.
+- `accept_matching`: target and draft choose with the same noise, and a draft token is accepted if the target chooses it,
+  too. The output is then a function of the noise and the target alone, whatever and however much was drafted (drafter
+  invariance: Daliri, Musco and Suresh 2024, arXiv 2408.07978). It accepts somewhat less often. Greedy decoding is the
+  special case without noise.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def truncate_(
     min_p: torch.Tensor | None = None,
     candidates: int | None = None,
 ) -> None:
-    """Set logits [rows, columns, vocab], float32, of tokens that may not be drawn to -inf, in place.
+    """Set the logits of tokens that must not be drawn to -inf, in place. logits: [rows, columns, vocab], float32.
 
-    The others: [rows]. The k most likely tokens stay (0: all), of these the fewest that reach top_p (the one that reaches it
-    included), of these the ones at least min_p times as likely as the most likely one. Ties go to the lower token id.
-    candidates: for a draft, whose distribution is free: only so many of the most likely tokens are looked at, and stay.
-    Sorting a large vocabulary takes several times its memory, so it is done for a few columns at a time.
+    top_k, top_p, min_p: [rows]. Kept are the k most likely tokens (0: all); of these, the fewest that reach top_p, including
+    the one that reaches it; of these, those at least min_p times as likely as the most likely one. Of equally likely tokens
+    the lower id comes first. candidates: keep at most this many, for a draft, whose distribution may be any. Sorting a large
+    vocabulary takes several times its memory, so a few columns are sorted at a time.
     """
     if top_k is not None or top_p is not None:
         num_columns = max(1, SORTED_LOGITS // (len(logits) * logits.shape[-1]))
@@ -65,9 +65,9 @@ def _keep_most_likely_(
 
 
 def most_likely(values: torch.Tensor) -> torch.Tensor:
-    """Index of the largest along the last dimension, the first of equal ones. values: at least two dimensions.
+    """argmax along the last dimension; of equal values the first. values: at least two dimensions.
 
-    On a CPU by numpy: torch's argmax looks at one element after the other.
+    On a CPU it is computed in numpy, since torch's argmax there is not vectorised.
     """
     if not values.is_cpu:
         return values.argmax(-1)
@@ -77,15 +77,15 @@ def most_likely(values: torch.Tensor) -> torch.Tensor:
 
 
 def choose(probs: torch.Tensor, exponential: torch.Tensor) -> torch.Tensor:
-    """One token per distribution, drawn by an exponential race: argmax of probs over Exp(1) noise."""
+    """One token per distribution, drawn by an exponential race: argmax of probs / Exp(1) noise."""
     return most_likely(probs / exponential)
 
 
 def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: torch.Tensor | None) -> torch.Tensor:
-    """Length [rows] of the prefix of each draft that agrees with the target's own choices.
+    """Length [rows] of the prefix of each draft that the target would have chosen, too.
 
-    draft_ids: [rows, k]; target_ids: [rows, k + 1]; caps: [rows], the longest prefix allowed per row, None for k.
-    On a CPU by numpy: with so few numbers torch mostly launches operators.
+    draft_ids: [rows, k]; target_ids: [rows, k + 1]; caps: [rows], longest prefix allowed per row, None for k. On a CPU it is
+    computed in numpy, since for few numbers torch's overhead dominates.
     """
     if draft_ids.is_cpu:
         return torch.from_numpy(
@@ -106,16 +106,16 @@ def num_matching(draft_ids: np.ndarray, target_ids: np.ndarray, caps: np.ndarray
 
 
 def cut_at_broken(num_accepted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Accepted lengths [rows] cut to where the logits [rows, k + 1, vocab] are usable; -1 where none of a row's are.
+    """Accepted lengths [rows], cut where a row's logits [rows, k + 1, vocab] become unusable; -1 if the first ones are.
 
-    Usable: their largest is a finite number. NaN counts as the largest.
+    Logits are usable if the largest one is finite. NaN counts as the largest.
     """
     num_usable = torch.isfinite(logits.amax(-1)).cumprod(dim=1).sum(dim=1)
     return torch.minimum(num_accepted, num_usable - 1)
 
 
 def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-    """Probability [rows, k] that each draft token is accepted, given that all before it were: min(1, target / draft)."""
+    """Probability [rows, k] that each draft token is accepted if all before it are: min(1, target / draft)."""
     index = draft_ids[..., None]
     target = target_probs[:, : draft_ids.shape[1]].gather(-1, index)[..., 0]
     draft = draft_probs.gather(-1, index)[..., 0]
@@ -125,9 +125,9 @@ def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids:
 def recovery(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, num_accepted: torch.Tensor, caps: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Distribution [rows, vocab], not normalised, of the token after the accepted prefix: max(0, target - draft).
+    """Unnormalised distribution [rows, vocab] of the token after the accepted prefix: max(0, target - draft).
 
-    It is the target's after a row's last draft token, by its cap, and where draft_probs is 0.
+    After a row's last draft token (see caps) it is the target's distribution.
     """
     rows = torch.arange(len(num_accepted), device=num_accepted.device)
     target = target_probs[rows, num_accepted]
@@ -137,8 +137,8 @@ def recovery(
     within = num_accepted < (k if caps is None else caps)
     draft = draft_probs[rows, num_accepted.clamp(max=k - 1)] * within[:, None]
     difference = (target - draft).clamp_min_(0)
-    # Where both distributions agree to rounding, the difference may be empty: then use the target's. So too for a draft
-    # whose logits were NaN.
+    # If both distributions agree up to rounding, or the draft's logits were NaN, the difference may be all 0: then the
+    # target's distribution is used.
     return torch.where(difference.sum(-1, keepdim=True) > 0, difference, target)
 
 

@@ -1,10 +1,8 @@
-"""Passes on OpenVINO, for x86 CPUs: any transformers model that passes the check, by the `openvino` package alone.
+"""Passes on OpenVINO, for x86 CPUs: any transformers model that passes the check, with the `openvino` package alone.
 
-    trace.py       the model as torch.jit.trace records it, with operators of our own for attention and products
-    convert.py     its conversion to OpenVINO
+    convert.py     the traced model, converted to OpenVINO
     blocks.py      keys and values in blocks: a row is a list of blocks; prefix cache: blocks by their tokens
     model.py       the compiled model and its passes
-    huge_pages.py  larger pages for its weights
 
 Only this folder imports `openvino`, and this module only when it loads a model.
 """
@@ -22,19 +20,19 @@ import torch
 
 from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.passes import PassModel
-from speclen.worker.models.loading import cpu_has_bfloat16
+from speclen.worker.models.devices import cpu_has_bfloat16
 
-# The attention operator is not public, so another version may give it other inputs.
+# The attention operator is not public, so its inputs may differ in another version.
 TESTED_VERSION = "2026.4."
-# Its bfloat16 kernels for AMX end the process with SIGFPE on some virtual machines. Set the variable to allow them.
+# The bfloat16 kernels for AMX crash with SIGFPE on some virtual machines. Set the environment variable to allow them.
 MOST_ISA = "AVX512_CORE_FP16"
 
-# It would send statistics at every import, from a fork of a process with threads. Pretend it is not installed:
+# openvino_telemetry would send statistics at every import, from a fork of a process with threads. None: not installed.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 
 def installed_version() -> str | None:
-    """Version of the openvino package; None when it is not installed."""
+    """Version of the openvino package; None if it is not installed."""
     try:
         return version("openvino") if importlib.util.find_spec("openvino") else None
     except PackageNotFoundError:
@@ -42,7 +40,7 @@ def installed_version() -> str | None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason for which this machine cannot run models on OpenVINO, as a clause; None where it may."""
+    """The reason why this machine cannot run models on OpenVINO, as a clause; None if it may be able to."""
     found = installed_version()
     if device.type != "cpu":
         return f"it runs on CPUs, and the models are on {device}"
@@ -60,9 +58,9 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def load(model: Any, pool: BlockPool, max_context_length: int) -> PassModel:
-    """The model with the rows of a pool. It shares the given model's weights.
+    """The model on OpenVINO, with the rows of a pool. It shares the given model's weights.
 
-    Raises the errors of conversion and compilation, of any kind.
+    Raises errors of any type, from the conversion or the compilation.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", MOST_ISA)
     # Not at the top: importing takes a third of a second, and most machines have no openvino.

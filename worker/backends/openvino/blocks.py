@@ -1,11 +1,11 @@
-"""Keys and values in blocks of fixed addresses: a row is a list of blocks. Independent of models and OpenVINO.
+"""A paged KV cache: keys and values in blocks at fixed addresses, and a table of blocks per row. Independent of OpenVINO.
 
-Layout. Every layer has two arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], keys and values; block 7 is block 7 in all of
-them. A row's table names the blocks of its tokens, in order. Exchanging rows exchanges tables. Rows with the same beginning
-share full blocks, which are never written again; so does the prefix cache with later rows.
+Layout. Every layer has two arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], for keys and values, and a block has the same
+index in all of them. A row's table lists the blocks of its tokens, in order, so exchanging rows exchanges tables. Rows with
+the same beginning share full blocks, which are never written again; so do the prefix cache and later rows.
 
-Memory. As in `kv_cache`, addresses are reserved and the kernel backs what is written. Free blocks are used again, the last
-freed first; beyond FREE_BLOCKS of them, their memory goes back.
+Memory. As in `kv_cache`, addresses are reserved and the kernel backs the pages that are written. Free blocks are reused, the
+last freed first; the memory of more than FREE_BLOCKS free blocks is returned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from speclen.worker.backends.kv_cache import LayerShape, reserve
 
-BLOCK_TOKENS = 32  # what OpenVINO's attention on a CPU reads at a time
-NOBODY = 0  # the block before the first one of a text
-FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not ask the kernel for every block
+BLOCK_TOKENS = 32  # the block size of OpenVINO's attention on a CPU
+NOBODY = 0  # stands for the block before the first one of a text
+FREE_BLOCKS = 64  # that keep their memory, so that new rows need not ask the kernel for every block
 
 
 class BlockPool:
-    """Tables of `num_rows` rows of up to `max_length` tokens, and the memory of their blocks. A `RowStore`.
+    """A `RowStore` of `num_rows` rows of up to `max_length` tokens, in blocks.
 
-    max_cached_tokens: of the prefix cache, on top of the rows. num_looked_up_tokens, num_reused_tokens: its queries, hits.
-    caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as its bits, uint16.
-    Raises MemoryError, with a sentence, when the addresses cannot be had.
+    max_cached_tokens: capacity of the prefix cache, on top of the rows. num_looked_up_tokens, num_reused_tokens: its queries
+    and hits. caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as uint16.
+    Raises MemoryError with one sentence if the memory cannot be reserved.
     """
 
     device = torch.device("cpu")
@@ -49,7 +49,7 @@ class BlockPool:
         self.dtype = dtype
         row_blocks = -(-max_length // BLOCK_TOKENS)
         num_cached = max_cached_tokens // BLOCK_TOKENS
-        # The last block belongs to no row: for padding tokens.
+        # The last block belongs to no row: padding tokens are written to it.
         self.spare_block = num_rows * row_blocks + num_cached
         self.num_blocks = self.spare_block + 1
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
@@ -57,13 +57,17 @@ class BlockPool:
         self.caches = self._make_caches()
         self._tables = np.zeros((num_rows, row_blocks), np.int32)
         self._held = np.zeros(num_rows, np.int64)  # blocks of each row
-        self._owners = np.zeros(self.num_blocks, np.int32)  # rows with a block in their table, and the prefix cache
+        self._owners = np.zeros(
+            self.num_blocks, np.int32
+        )  # reference counts: rows with the block, and the prefix cache
         self._prefixes = PrefixCache(num_cached)
         self.num_looked_up_tokens = self.num_reused_tokens = 0
-        self._free: list[int] = []  # with memory
-        self._bare: list[int] = []  # without
+        self._free: list[int] = []  # free blocks with memory
+        self._bare: list[int] = []  # free blocks without
         self._num_touched = 0  # blocks from here on were never used
-        self._reached_for: tuple[int, bytes] | None = None  # what `reach` was asked last; None once it may be wrong
+        self._reached_for: tuple[int, bytes] | None = (
+            None  # last arguments of `reach`; None once its answer may be wrong
+        )
         self._reached = np.zeros(0, np.int32), np.zeros(1, np.int32)
 
     def _make_caches(self) -> list[np.ndarray]:
@@ -77,8 +81,8 @@ class BlockPool:
     def reach(self, first_row: int, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Extend rows first_row, ... to ends[r] tokens.
 
-        Returns their blocks, row after row, and the beginning of each row in that, as int32. The same arrays as long as the
-        answer is the same, as in 31 of 32 successive passes.
+        Returns their blocks, row after row, and the index at which each row begins, as int32. The arrays are the same
+        objects as long as the answer is the same, as in 31 of 32 successive passes.
         """
         needed = (ends + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
         asked = first_row, needed.tobytes()
@@ -171,7 +175,7 @@ class BlockPool:
             self._hand_back(self._free.pop(0))
 
     def _hand_back(self, block: int) -> None:
-        """Give a block's memory to the kernel, as far as it fills pages."""
+        """Return a block's memory to the kernel, as far as it fills whole pages."""
         start = 0
         for cache in self.caches:
             size = cache[0].nbytes
@@ -183,24 +187,24 @@ class BlockPool:
         self._bare.append(block)
 
     def num_bytes_held(self) -> int:
-        """Memory of the rows, shared blocks counted once, without the prefix cache."""
+        """Memory of the rows without the prefix cache; shared blocks count once."""
         held = [self._tables[row, :blocks] for row, blocks in enumerate(self._held)]
         return len(np.unique(np.concatenate(held))) * BLOCK_TOKENS * self.bytes_per_token
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Beginnings of consecutive runs of these lengths, and the end of the last one. int32, [runs + 1]."""
+    """Beginnings of consecutive runs of these lengths, followed by the end of the last one. int32, [runs + 1]."""
     begins = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=begins[1:])
     return begins
 
 
 class PrefixCache:
-    """Cache of at most `max_blocks` full blocks by the tokens they hold, which sequences with the same beginning share.
+    """Prefix cache of at most `max_blocks` full blocks, which sequences with the same beginning share.
 
-    The contents of a block depend on all tokens before it, so its key is its own tokens and the block before. Keys are
-    compared whole: texts are never confused. The least recently used block is evicted first, and of a text its last one,
-    since a match marks blocks from the last to the first.
+    The contents of a block depend on all tokens before it, so its key is its tokens and the block before it. Keys are
+    compared in full, so different texts are never confused. The least recently used block is evicted first; of a text that
+    is its last block, since a match marks its blocks as used from the last to the first.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -210,7 +214,7 @@ class PrefixCache:
         self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
 
     def match(self, ids: Sequence[int]) -> list[int]:
-        """The longest known run of blocks that hold the first tokens of `ids`."""
+        """The cached blocks that hold the longest prefix of `ids`."""
         keys, blocks, before = [], [], NOBODY
         for tokens in _full_blocks(ids):
             key = before, tokens
@@ -223,7 +227,7 @@ class PrefixCache:
         return blocks
 
     def add(self, ids: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Note that blocks hold the tokens `ids`. Returns the new ones among them, and the evicted ones."""
+        """Add blocks that hold the tokens `ids`. Returns those that were new, and those that were evicted."""
         keys, new, before = [], [], NOBODY
         for tokens, block in zip(_full_blocks(ids), blocks, strict=False):
             key = before, tokens
@@ -237,7 +241,7 @@ class PrefixCache:
         return new, given_up
 
     def clear(self) -> list[int]:
-        """Empty the cache; returns its blocks."""
+        """Empty the cache, and return its blocks."""
         blocks = [block for _, block in self._known.values()]
         self._known.clear()
         return blocks

@@ -1,9 +1,18 @@
-"""A model compiled by OpenVINO, with its rows in blocks: the passes of `worker/backends/passes.py`."""
+"""A model compiled by OpenVINO, with the keys and values of its rows in blocks: a `PassModel`.
+
+Weights lie in pages of 2 MiB where the system allows it. A pass reads every weight once; each page of 4 KiB needs a look-up
+in the page tables, two in a virtual machine, and ends a hardware prefetch. The library that allocates the weights does not
+ask for larger pages, so its memory is collapsed afterwards (madvise(2), MADV_COLLAPSE, Linux 6.1).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,28 +22,73 @@ import torch
 from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
-from speclen.worker.backends.openvino.huge_pages import NewMemory
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
+log = logging.getLogger(__name__)
+
+HUGE = 2 * 2**20
+MADV_COLLAPSE = 25
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
-# Products in bfloat16 take longer for one or two tokens than for three to six (docs/explanation/engine.md): such a pass is
-# padded to so many.
+# Matrix products in bfloat16 take longer with one or two tokens than with three to six (docs/explanation/engine.md), so a
+# pass of up to SLOW_TOKENS is padded to FILLED_TOKENS.
 SLOW_TOKENS, FILLED_TOKENS = 2, 4
-# A pass with another number of tokens than the one before takes as long as with 12 to 25 more tokens, since every
-# operation is prepared anew (docs/explanation/engine.md): it is padded where so few are missing, for so many passes.
+# A pass with another number of tokens than the one before takes as long as one with 12 to 25 more tokens, since every
+# operation is prepared again (docs/explanation/engine.md). So a pass that lacks up to MISSING_TOKENS of the last number is
+# padded to it, for up to FILLED_PASSES in a row.
 MISSING_TOKENS, FILLED_PASSES = 8, 8
 FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and positions of padding tokens
-# Numbers of threads for which a model is kept, each with a copy of its weights.
+# Compiled models to keep, each for a number of threads and with a copy of the weights.
 MOST_COPIES = 3
-MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
+MEMORY_MARGIN = 4  # free memory, in multiples of the weights, that another copy of them requires
+
+
+class NewMemory:
+    """The memory that the process allocates from now on."""
+
+    def __init__(self) -> None:
+        self._before = _pages() if _allowed() else None
+
+    def use_huge_pages(self) -> None:
+        """Collapse the part in use into huge pages, if the system allows it."""
+        if self._before is None:
+            return
+        pages = _pages() - self._before
+        failed = [error for page in pages if (error := _collapse(page))]
+        if failed:  # unwritten parts, or no memory
+            log.debug("%d of %d ranges of 2 MiB stay in small pages: %s", len(failed), len(pages), failed[-1])
+
+
+def _pages() -> set[int]:
+    """Addresses of all aligned ranges of 2 MiB in private anonymous writable memory."""
+    maps = Path("/proc/self/maps").read_text("utf-8", errors="replace")  # with files' names in it
+    lines = [line.split() for line in maps.splitlines()]
+    found = [fields[0].split("-") for fields in lines if fields[1] == "rw-p" and fields[4] == "0"]
+    ranges = [(int(begin, 16), int(end, 16)) for begin, end in found]
+    return {page for begin, end in ranges for page in range(-(-begin // HUGE) * HUGE, end - HUGE + 1, HUGE)}
+
+
+def _allowed() -> bool:
+    try:
+        return "[never]" not in SETTING.read_text("ascii")
+    except OSError:
+        return False
+
+
+def _collapse(page: int) -> str | None:
+    """Collapse the memory at an address into a huge page. Returns the system's error, or None."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
 
 
 class Input:
-    """An input tensor of the compiled model, filled only when its array changes.
+    """An input tensor of the compiled model, which is filled only when its array changes.
 
-    Arrays are compared by identity: callers must not change them afterwards.
+    Arrays are compared by identity, so callers must not modify an array that they passed.
     """
 
     def __init__(self, kind: ov.Type, rank: int) -> None:
@@ -54,20 +108,20 @@ class Input:
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(num_rows: int, num_queries: int, num_logits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of rows with equally many tokens: beginnings, places of a row's tokens in it, and places of the wanted logits."""
+    """Layout of rows with equally many tokens: beginning of each row, offsets within a row, indices of wanted logits."""
     begins, places = begins_of(np.full(num_rows, num_queries)), np.arange(num_rows * num_queries)
     return begins, places[:num_queries], places.reshape(num_rows, -1)[:, -num_logits:].ravel()
 
 
 class OpenVinoModel:
-    """A `PassModel`. model, weights: as converted; num_weight_bytes: of the model's weights.
+    """A `HostModel` on OpenVINO. model, weights: from `convert`. num_weight_bytes: size of the model's weights.
 
-    A compiled model has a copy of the weights in its kernels' layout, and a fixed number of threads.
+    A compiled model has a fixed number of threads, and a copy of the weights in the layout of its kernels.
     """
 
     device = CPU
     ragged = True
-    slow_changes = True  # every operation is prepared anew
+    slow_changes = True  # every operation is prepared again
     asynchronous = False
 
     def __init__(
@@ -89,20 +143,20 @@ class OpenVinoModel:
         self._inputs |= {name: Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = Input(ov.Type.i32, 0)
         self._slow_tokens = SLOW_TOKENS if pool.dtype == torch.bfloat16 else 0
-        self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
-        self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
-        self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
+        self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were padded to that number
+        self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # by input: array, last element, both joined
+        self._new_memory: dict[int, NewMemory] = {}  # by threads, of compiled models that have not run yet
         self._requests = {self._threads: self._make_request(self._threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
-        """The model compiled to compute, and to keep keys and values, in the pool's dtype."""
+        """Compile the model to compute, and to keep keys and values, in the pool's dtype."""
         precision = PRECISIONS[self.pool.dtype]
         options = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,  # else it is u8
             "INFERENCE_NUM_THREADS": num_threads,
             "NUM_STREAMS": 1,
-            "ENABLE_CPU_PINNING": False,  # a thread that shares its core with another process must be able to leave
+            "ENABLE_CPU_PINNING": False,  # a thread whose core is taken by another process must be able to migrate
         }
         self._new_memory[num_threads] = NewMemory()
         request = ov.Core().compile_model(self._model, "CPU", options).create_infer_request()
@@ -113,7 +167,7 @@ class OpenVinoModel:
         return request
 
     def use_threads(self, num_threads: int) -> None:
-        """As PassModel. Raises MemoryError where another copy of the weights does not fit; the number stays then."""
+        """As PassModel. Raises MemoryError, and changes nothing, if another copy of the weights does not fit."""
         if num_threads not in self._requests:
             if free_memory(CPU) < MEMORY_MARGIN * self._num_weight_bytes:
                 raise MemoryError(f"no memory to compile for {num_threads} threads: {self._threads} stay")
@@ -121,14 +175,14 @@ class OpenVinoModel:
             self._threads = num_threads
             self._lay_out_weights()
         self._threads = num_threads
-        # The first is that of an idle machine.
+        # The first one, for an idle machine, is kept.
         spare = [each for each in list(self._requests)[1:] if each != num_threads]
         for old in spare[: max(0, len(self._requests) - MOST_COPIES)]:
             del self._requests[old]
             self._new_memory.pop(old, None)
 
     def _lay_out_weights(self) -> None:
-        """Run the first pass, which lays out the weights for their kernels, on padding tokens."""
+        """Run the first pass, which converts the weights to the layout of the kernels, on padding tokens."""
         tokens = FILLER[:FILLED_TOKENS]
         self._infer(
             input_ids=tokens,
@@ -170,7 +224,7 @@ class OpenVinoModel:
         ]
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
-        """As HostModel. `forward` does not call it, so that a clock on both counts each pass once."""
+        """As HostModel. `forward` does not call it, so that timing both counts each pass once."""
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
@@ -194,7 +248,7 @@ class OpenVinoModel:
         return logits.reshape(rows.num_rows, num_logits, -1)
 
     def _size_of(self, num_tokens: int) -> int:
-        """Tokens of the next pass, padding included."""
+        """Number of tokens of the next pass, including padding."""
         size = FILLED_TOKENS if num_tokens <= self._slow_tokens else num_tokens
         if size < self._size <= size + MISSING_TOKENS and self._num_filled < FILLED_PASSES:
             self._num_filled += 1
@@ -203,7 +257,7 @@ class OpenVinoModel:
         return self._size
 
     def _filled_up(self, inputs: dict[str, Any], size: int) -> dict[str, Any]:
-        """The inputs with one more row, of padding tokens in the spare block."""
+        """The inputs with an additional row of padding tokens, in the spare block."""
         more = FILLER[: size - len(inputs["input_ids"])]
         news = {"input_ids": more, "position_ids": more, "past_lens": FILLER[:1]}
         lasts = {
@@ -219,7 +273,7 @@ class OpenVinoModel:
         )
 
     def _with_last(self, name: str, array: np.ndarray, last: int) -> np.ndarray:
-        """An input with one more element; the same array while both are the same, so that it is not filled again."""
+        """The array with one more element: the same object while both are the same, so that it is not copied again."""
         known, known_last, extended = self._extended.get(name, (None, 0, array))
         if known is not array or known_last != last:
             extended = np.append(array, last)
@@ -227,18 +281,18 @@ class OpenVinoModel:
         return extended
 
     def _infer(self, **inputs: Any) -> np.ndarray:
-        """Logits [wanted, vocab] in the request's own memory. inputs: arrays, and one integer."""
+        """Run a pass. Returns logits [wanted, vocab] in the request's own memory. inputs: arrays, and one integer."""
         num_tokens = len(inputs["input_ids"])
         if (size := self._size_of(num_tokens)) > num_tokens:
             inputs = self._filled_up(inputs, size)
         for name, array in inputs.items():
             self._inputs[name].fill(array)
-        # By default the wrapper copies the logits; looking outputs up by number takes longer.
+        # By default the wrapper copies the logits, and looking up outputs by index takes longer.
         (logits,) = self._requests[self._threads].infer(share_outputs=True).values()
-        # A new number of tokens or logits is no first use: it costs what every change of size does.
+        # A new number of tokens or logits is not a first use: it costs the same as every change of size.
         if (memory := self._new_memory.pop(self._threads, None)) is not None:
             self.num_first_uses += 1
-            memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
+            memory.use_huge_pages()  # the first pass has converted the weights
         return logits
 
 

@@ -1,1 +1,1 @@
-"""Passes on torch: on any device, and on a GPU recorded as CUDA graphs."""
+"""Forward passes on torch, on any device; on a GPU they are captured as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""A transformers model with the pool of its rows' keys and values: the passes of torch, on any device."""
+"""A transformers model with the KV cache of its rows: the forward passes of torch, on any device."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch.nn.functional as F
 
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
-from speclen.worker.backends.torch.row_attention import PackedAttention, RowAttention, StepMasks
-from speclen.worker.models.upload import upload
+from speclen.worker.backends.torch.attention import PackedAttention, RowAttention, StepMasks
+from speclen.worker.models.devices import upload
 
-# Packed passes are padded to a multiple of so many tokens. On a CPU a matrix product of a new size takes a millisecond
-# more and keeps its kernel: with prompts of all lengths the memory grew by 150 MB.
+# Packed passes are padded to a multiple of this. On a CPU a matrix product of a new size takes a millisecond more and keeps
+# its kernel: with prompts of all lengths memory grew by 150 MB.
 TOKENS_MULTIPLE = 16
 
 
 class CachedModel:
-    """Runs a model over rows of its pool: a `PassModel`.
+    """A `PassModel` that runs a model over the rows of its pool.
 
-    max_context_length: positions beyond it are clamped, since models with learned positions have no others; callers drop
-    their results.
+    max_context_length: positions beyond it are clamped, since models with learned positions have no others.
     """
 
     ragged = False
@@ -35,13 +34,13 @@ class CachedModel:
         self.pool = pool
         self.device = pool.device
         self.max_context_length = max_context_length
-        self.num_first_uses = 0  # passes recorded so far, see CapturedModel
+        self.num_first_uses = 0  # passes captured so far, see CapturedModel
         self.asynchronous = self.device.type == "cuda"
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-        """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
+        """As PassModel. Decoding rows alone are a batch; together with prompts, all tokens form one long sequence.
 
-        The cost of a token falls with the number of tokens in a pass, until the processor is busy.
+        The more tokens a pass has, the less each of them costs, until the processor is saturated.
         """
         parts = equal_parts(parts)
         if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
@@ -51,15 +50,15 @@ class CachedModel:
         return self.forward_packed(parts)
 
     def use_threads(self, num_threads: int) -> None:
-        """As PassModel; torch has one number for all models."""
+        """As PassModel. torch has one number of threads for all models."""
         torch.set_num_threads(num_threads)
 
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
     ) -> torch.Tensor:
-        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or their indices."""
+        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or indices."""
         if isinstance(kept, int) and kept < ids.shape[1]:
-            # Given a number, Gemma 4 computes no other positions in the layers that share keys and values.
+            # Given a number, Gemma 4 computes only these positions in the layers that share keys and values.
             kept = torch.arange(ids.shape[1] - kept, ids.shape[1], device=ids.device)
         output = self.model(
             input_ids=ids,
@@ -87,21 +86,21 @@ class CachedModel:
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _attention(self, part: PassPart) -> RowAttention:
-        """Attention of a part. Masks are made once per step; the rows' pages are noted as written."""
+        """Attention of a part. Masks are made once per step; the positions are noted as written."""
         rows, end = part.rows, part.column + part.num_queries
         masks = rows.shared.get(self.pool.dtype)
         if masks is None:
             masks = rows.shared[self.pool.dtype] = StepMasks(rows.positions, rows.num_tokens, self.pool.dtype)
-        self.pool.note_rows_written(rows.first_row, rows.starts + end)
+        self.pool.note_written(rows.first_row, rows.starts + end)
         start = None if rows.common_start is None else rows.common_start + part.column
         return RowAttention(self.pool, masks, slice(part.column, end), rows.first_row, start)
 
 
 @contextlib.contextmanager
 def without_plans(device: torch.device) -> Iterator[None]:
-    """Attention on a GPU without cuDNN, which spends some tens of milliseconds on every new shape.
+    """Turn off cuDNN's attention on a GPU, which spends tens of milliseconds on every new shape.
 
-    Prompts have ever new shapes. Recorded passes, with few shapes, use torch's choice.
+    Prompts have many shapes. Captured passes have few, and use torch's choice.
     """
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
@@ -114,7 +113,7 @@ def without_plans(device: torch.device) -> Iterator[None]:
 
 
 def _kept_tokens(parts: Sequence[PassPart]) -> np.ndarray:
-    """Places of the tokens whose logits are wanted, in the packed sequence."""
+    """Indices, in the packed sequence, of the tokens whose logits are wanted."""
     kept, offset = [], 0
     for part in parts:
         places = np.arange(offset, offset + part.ids.numel()).reshape(part.ids.shape)

@@ -1,10 +1,10 @@
-"""Llama-style models in as few operators as they need.
+"""Llama-style models rewritten in fewer operators.
 
 transformers launches 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small
-draft spends more time on launching than on computing. Here are 28: projections of the same input are one matrix product,
-the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six operators instead of
-eight. In recorded passes on a GPU, `fused` has a few kernels for all operators between the products. The logits differ by
-rounding alone; `check_model` compares them before serving.
+draft model spends more time on launches than on arithmetic. This module needs 28. Projections of the same input are one
+matrix product; the rotary embedding rotates queries and keys together, with angles from a table; a norm takes six operators
+instead of eight. In captured passes on a GPU, a few kernels of `fused` replace all operators between the matrix products.
+The logits differ only by rounding; `check_model` compares them before serving.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.backends.torch.attention import attend
-from speclen.worker.backends.torch.row_attention import PackedAttention, RecordedRows, RowAttention
+from speclen.worker.backends.torch.attention import PackedAttention, RecordedRows, RowAttention, attend
 
-# Classes of transformers whose layers are norm, attention, norm, gated MLP. The last one also normalises queries and keys.
+# Classes of transformers with layers of norm, attention, norm, gated MLP. The last one also normalises queries and keys.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SILUS = (nn.SiLU, SiLUActivation)
-FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed ahead
+FIRST_POSITIONS = 4096  # positions whose angles are computed at the start, on a CPU
 Kernels: TypeAlias = Any  # the module `fused`, whose import fails without Triton
 
 log = logging.getLogger(__name__)
 
 
 def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
-    """The same model in fewer operators, or None for other kinds of models and layers that do more than multiply.
+    """The same model in fewer operators; None for other families, and for linear layers that do more than multiply.
 
-    shapes: of the model's layers. The weights are shared: merged ones become views in `model`.
+    shapes: of the model's layers. The weights are shared: those of merged layers become views in `model`.
     """
     if type(model).__name__ not in KNOWN_CLASSES or not type(model).__module__.startswith("transformers."):
         return None
-    # Quantised layers, for instance, cannot be merged.
+    # Layers of other types, such as quantised ones, cannot be merged.
     if not all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
         return None
     weight = model.get_input_embeddings().weight
@@ -59,7 +58,7 @@ class RMSNorm(nn.Module):
         size = norm.weight.numel()
         self.weight = norm.weight
         self.eps = float(norm.variance_epsilon)
-        # x / hypot(|x|, sqrt(size eps)) * sqrt(size) is the same, and |x| is a single operator.
+        # x / hypot(|x|, sqrt(size * eps)) * sqrt(size) is the same, and |x| takes a single operator.
         self.register_buffer("scaled_weight", norm.weight.detach().float() * size**0.5)
         self.register_buffer("scaled_eps", torch.tensor((size * self.eps) ** 0.5, device=norm.weight.device))
 
@@ -72,7 +71,7 @@ class RMSNorm(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer. index: its place in the pool."""
+    """One decoder layer. index: of the layer in the pool."""
 
     def __init__(self, layer: Any, index: int, shape: LayerShape) -> None:
         super().__init__()
@@ -101,9 +100,10 @@ class Layer(nn.Module):
         row_attention: RowAttention | PackedAttention,
         kernels: Kernels | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream before this layer's MLP, and the MLP's output. x, change: the same of the layer before.
+        """Returns the residual stream before this layer's MLP, and the MLP's output.
 
-        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given only with RecordedRows.
+        x, change: the same of the previous layer. cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given
+        only with RecordedRows.
         """
         x, normed = add_norm(x, change, self.attention_norm, kernels)
         attended = self.output(self._attend(normed, cos, sin, row_attention, kernels))
@@ -144,11 +144,11 @@ class Layer(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """A Llama-style model of transformers, with the part of its interface that the engine uses.
+    """A Llama-style model with the part of transformers' interface that the engine uses.
 
-    angles: [positions, 2, head_dim], cosines and sines of each position, the first half of the sines negated: a rotated head
-    is x * cos + (x with its halves exchanged) * sin. On a CPU the table grows; elsewhere, where recorded passes need fixed
-    addresses, it has all max_context_length positions.
+    angles: [positions, 2, head_dim], cosines and sines of each position, with the first half of the sines negated: a rotated
+    head is x * cos + (x with its halves exchanged) * sin. On a CPU the table grows. Elsewhere it has all max_context_length
+    positions, since captured passes need fixed addresses.
     """
 
     angles: torch.Tensor
@@ -179,13 +179,13 @@ class LlamaDecoder(nn.Module):
         return torch.stack([cos[0], sin[0]], dim=1)
 
     def reach(self, position_ids: torch.Tensor) -> None:
-        """Extend the angles to these positions, at least doubling the table."""
+        """Extend the table of angles to these positions, at least doubling it."""
         needed = int(position_ids.max()) + 1
         if needed > len(self.angles):
             self.angles = self._angles_of(min(self._most_positions, max(needed, 2 * len(self.angles))))
 
     def leave_out_kernels(self, reason: str) -> None:
-        """Use torch's alone from now on, after a warning."""
+        """Use torch's kernels from now on, after a warning."""
         warn_left_out(reason)
         self.kernels = None
 
@@ -212,7 +212,7 @@ class LlamaDecoder(nn.Module):
         if len(self.angles) < self._most_positions:
             self.reach(position_ids)
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
-        # Launching one from Python takes longer than launching the operators it replaces from C++.
+        # Launching one of our kernels from Python takes longer than launching the operators it replaces from C++.
         kernels = self.kernels if isinstance(row_attention, RecordedRows) else None
         x, change = self.embedding(input_ids), None
         for layer in self.layers:
@@ -226,7 +226,7 @@ class LlamaDecoder(nn.Module):
 def add_norm(
     x: torch.Tensor, change: torch.Tensor | None, norm: RMSNorm, kernels: Kernels | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + change (x without one), and its norm."""
+    """x + change, and its norm. change may be None."""
     if kernels is not None:
         return kernels.add_norm(x, change, norm.weight, norm.eps)
     if change is not None:
@@ -235,9 +235,9 @@ def add_norm(
 
 
 def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of the given ones, concatenated.
+    """One layer whose output is the concatenation of the given layers' outputs.
 
-    It takes no memory: the given layers' weights become views of its weight.
+    It takes no additional memory: the given layers' weights become views of its weight.
     """
     first = linears[0]
     sizes = [linear.out_features for linear in linears]
@@ -250,7 +250,7 @@ def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
-    """One tensor with the parts, which become views of it."""
+    """Concatenate the parts, which become views of the result."""
     whole = nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
     for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = piece
@@ -259,7 +259,7 @@ def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
 
 @cache
 def kernels_for(device: torch.device) -> Kernels | None:
-    """`fused` on a GPU, None elsewhere. Before they serve they are compiled, and their logits are checked."""
+    """The module `fused` on a GPU; None elsewhere, or if it cannot be imported."""
     if device.type != "cuda":
         return None
     try:

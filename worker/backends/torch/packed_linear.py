@@ -1,11 +1,11 @@
 """Linear layers with weights packed once for the CPU's matrix kernels.
 
-torch passes oneDNN a plain matrix at every call, which is then rearranged. With 2 to 40 rows, as in verification, a product
-with a packed weight takes 0.4 to 0.8 of the time. For a single float32 row a plain product with the transposed weight is
-faster, at 0.8. The price is a second copy of the weights, in float32 a third.
+torch passes a plain matrix to oneDNN at every call, which rearranges it. With 2 to 40 rows, as in verification, a product
+with a packed weight takes 0.4 to 0.8 of the time. With a single float32 row, a product with the transposed weight takes 0.8.
+The price is a second copy of the weights, in float32 a third one.
 
-The kernels are those of torch's compiler (`torch.ops.mkldnn`). They are tried on a small product first; where they are
-missing or wrong, nothing is packed.
+The kernels are those of torch's compiler (`torch.ops.mkldnn`). They are first tried on a small product; if they are missing
+or wrong, nothing is packed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """Replacement of `linear`, which shares its weight and adds packed copies."""
+    """Replacement for `linear` that shares its weight and adds packed copies."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class PackedLinear(nn.Module):
 
 
 def private_copy(model: Any) -> Any:
-    """A copy that shares all parameters and buffers: changing its modules leaves the original alone."""
+    """A copy that shares all parameters and buffers, so that its modules can be replaced without changing the original."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 @torch.no_grad()
 def pack_linears(model: Any, room: int) -> None:
-    """Replace the model's linear layers on the CPU by packed ones, if their copies take less than `room` bytes."""
+    """Replace the model's linear layers on the CPU by packed ones, if the copies take less than `room` bytes."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS_KEPT)  # read when the first kernel is made
     found = _linears(model)
     if sum(linear.weight.nbytes * (1 + (linear.weight.dtype == torch.float32)) for *_, linear in found) < room:
@@ -64,7 +64,7 @@ def pack_linears(model: Any, room: int) -> None:
 
 
 def _linears(model: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Every linear layer that can be packed, with the module that holds it and its name there."""
+    """Every linear layer that can be packed, with its parent module and its name there."""
     return [
         (parent, name, child)
         for parent in model.modules()
@@ -80,7 +80,7 @@ def _linears(model: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
 @functools.cache
 @torch.no_grad()
 def _works(dtype: torch.dtype) -> bool:
-    """True if the kernels are there and right, on a small product with a bias."""
+    """True if the kernels exist and are right, tried on a small product with a bias."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (5, 32)))
     bias = torch.ones(48, dtype=dtype)

@@ -1,1 +1,0 @@
-"""Saving: changes collected and committed with their marks, and the way back at start."""

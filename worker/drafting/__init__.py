@@ -1,1 +1,0 @@
-"""Arms: their choice, their words, and proposals without a draft model."""

@@ -1,1 +1,0 @@
-"""Off-policy evaluation of finished outputs: the steps that every arm would have taken."""

@@ -1,1 +1,0 @@
-"""Observability of a worker: the metrics page."""

@@ -1,1 +1,0 @@
-"""The services of a worker: Generate, health, metrics."""

@@ -1,1 +1,0 @@
-"""Grammars of structured output: their source, their trial, and the masks that follow them."""
