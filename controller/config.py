@@ -13,7 +13,7 @@ from speclen.transport.settings import check_bounds, setting
 class ControllerConfig(ServerSecurity):
     """Settings of `speclen controller`. Raises ValueError with one sentence that names the flag."""
 
-    listen: str = setting("127.0.0.1:7070", "Address of the service, HOST:PORT; port 0 for a free one.")
+    listen: str = setting("127.0.0.1:7070", "Address of the service, HOST:PORT or unix:FILE; port 0 for a free one.")
     db: Path | None = setting(None, "Database file; default: speclen.db in the data directory.")
     data_dir: Path = setting(Path(".speclen"), "Folder of the database.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from speclen.transport.settings import is_loopback, setting, split_address
+from speclen.transport.settings import UNIX, is_loopback, setting, split_address
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
@@ -77,6 +77,8 @@ class ServerSecurity:
 
         tokens: True if a bearer token counts as protection, as well as a client certificate.
         """
+        if address.startswith(UNIX):
+            return
         proven = self.tls_client_ca is not None or (tokens and self.token_file is not None)
         if is_loopback(split_address(flag, address)[0]) or self.insecure or (self.tls_cert is not None and proven):
             return

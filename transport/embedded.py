@@ -7,6 +7,7 @@ database say who is there, by locks that the kernel releases when a process dies
     speclen.db.users        locked, shared, by each program that uses the embedded controller, which ends once nobody does
     speclen.db.start        locked while a program starts the controller, so that the others join it
     speclen.db.log          log of the embedded controller
+    speclen.db.socket       socket of the embedded controller, for its user alone
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 import structlog
 
-from speclen.transport.settings import installed_version
+from speclen.transport.settings import installed_version, unix_address
 from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, end_after
 
 log = structlog.get_logger()
@@ -278,7 +279,11 @@ class EmbeddedController:
         return pause_s
 
     def _spawn(self, database: Path) -> None:
-        """Start a child. Raises OSError."""
+        """Start a child. Raises OSError, or ValueError if the directory's path is too long for a socket."""
+        try:
+            address = unix_address(beside(database, "socket"))
+        except ValueError as error:
+            raise ValueError(f"{error}: name a shorter directory with {DATA_DIR}") from error
         with beside(database, "log").open("ab") as words:
             if words.tell() > MOST_LOG_BYTES:
                 words.truncate(0)
@@ -286,10 +291,11 @@ class EmbeddedController:
             self._child = subprocess.Popen(
                 # -P: a folder of this name in the working directory is not ours.
                 [sys.executable, "-P", "-m", "speclen.cli.app", "controller", "--embedded"]
-                + ["--db", str(database), "--listen", "127.0.0.1:0"],
+                + ["--db", str(database), "--listen", address],
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=words,
+                umask=0o077,  # other users of the machine may neither connect nor read
                 start_new_session=True,  # it outlives a Ctrl-C that ends this program
             )
         self._started_at = time.monotonic()

@@ -7,11 +7,17 @@ configuration file, default and help cannot disagree. An address is HOST:PORT; e
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+UNIX = "unix:"  # before the path of a socket, quoted as in a URL, in place of HOST:PORT
+MAX_SOCKET_BYTES = 103  # of a socket's path, on any system
 
 
 def setting(default: Any, help: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -67,6 +73,13 @@ def is_loopback(host: str) -> bool:
 def past_proxies(address: str) -> list[tuple[str, int]]:
     """Channel options that ignore the environment's proxy for an address on this machine."""
     return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
+
+
+def unix_address(path: Path) -> str:
+    """Address of a Unix socket for gRPC. Raises ValueError if the path is too long."""
+    if (num_bytes := len(os.fsencode(path))) > MAX_SOCKET_BYTES:
+        raise ValueError(f"the socket's path {path} has {num_bytes} bytes, over the system's {MAX_SOCKET_BYTES}")
+    return f"{UNIX}{quote(os.fsencode(path))}"
 
 
 def bind(flag: str, address: str) -> socket.socket:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
 from speclen.cli.support.output import UserError, user_errors
 from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import bind, check_free, past_proxies, settings_of, split_address
+from speclen.transport.settings import UNIX, bind, check_free, past_proxies, settings_of, split_address
 from speclen.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 # A request is sent once more if its worker dies before the first response; gRPC never repeats one that has begun to stream.
@@ -51,7 +52,8 @@ class Client:
     def channel(self, address: str, flag: str = "--worker") -> grpc.Channel:
         """A channel whose calls carry the token. Raises UserError if the address is not HOST:PORT."""
         with user_errors():
-            split_address(flag, address)
+            if not address.startswith(UNIX):
+                split_address(flag, address)
         options = [*OPTIONS, *past_proxies(address)]
         if self._credentials is None:
             channel = grpc.insecure_channel(address, options)
@@ -106,6 +108,10 @@ def client_from(settings: dict[str, Any]) -> Client:
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:
     """True if a program accepts connections at the address."""
     with contextlib.suppress(OSError, ValueError):
+        if address.startswith(UNIX):
+            with socket.socket(socket.AF_UNIX) as one:
+                one.connect(unquote(address.removeprefix(UNIX)))
+                return True
         socket.create_connection(split_address("--worker", address), timeout_s).close()
         return True
     return False

@@ -33,7 +33,7 @@ from speclen.store.schema import StoredState
 from speclen.transport.embedded import published
 from speclen.transport.health import NOT_SERVING, SERVING, Health
 from speclen.transport.servers import SERVER_OPTIONS, create_server, probed, set_health
-from speclen.transport.settings import check_free, installed_version
+from speclen.transport.settings import UNIX, check_free, installed_version
 from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, Supervisor, stop_event
 from speclen.v1 import control_pb2, control_pb2_grpc
 
@@ -217,13 +217,15 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
 
     Exits the process with code 1 if a part ends without which the controller cannot serve.
     """
-    check_free("--listen", config.listen)
+    is_unix = config.listen.startswith(UNIX)  # that of a killed controller may be left: gRPC replaces it
+    if not is_unix:
+        check_free("--listen", config.listen)
     stopping = stop_event()
     quiet_interpreter()
     page = None
     async with running(config) as controller:
         page = show_page(controller, config)
-        address = f"{config.listen.rpartition(':')[0]}:{controller.port}"
+        address = config.listen if is_unix else f"{config.listen.rpartition(':')[0]}:{controller.port}"
         with published(config.database, address):
             announce(
                 f"speclen controller serving on {address}, "

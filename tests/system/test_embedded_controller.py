@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -93,13 +94,14 @@ def process_of(database: Path) -> int:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Path:
-    return tmp_path / "data" / "speclen.db"
+    return tmp_path / "dä ta%20#x?" / "speclen.db"  # an address quotes most of it
 
 
 def test_programs_that_start_at_once_share_one_controller_which_ends_with_the_last(database):
     with programs(database.parent, 3) as started:
         addresses = {each.address() for each in started}
         assert len(addresses) == 1
+        assert not Path(f"{database}.socket").stat().st_mode & 0o077, "other users may not connect"
         pid = process_of(database)
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent not in [each.process.pid for each in started], "an engine may kill all processes below it"
@@ -183,7 +185,9 @@ async def test_the_reason_why_a_controller_cannot_run_is_one_line(database, monk
     embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
     with fault(database, monkeypatch):
         for _ in range(2):
-            with pytest.raises(OSError, match=f"the controller of {database} has ended: .*{words}") as error:
+            with pytest.raises(
+                OSError, match=f"the controller of {re.escape(str(database))} has ended: .*{words}"
+            ) as error:
                 await embedded.address()
             assert "\n" not in str(error.value)
     embedded.close()

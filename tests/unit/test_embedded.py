@@ -126,6 +126,13 @@ async def test_a_controller_that_ends_again_and_again_is_started_after_growing_p
     controller.close()
 
 
+async def test_a_path_that_is_too_long_for_a_socket_is_one_sentence(tmp_path):
+    controller = EmbeddedController({"SPECLEN_DATA_DIR": str(tmp_path / ("d" * 100))})
+    with pytest.raises(ValueError, match=r"over the system's 103: name a shorter directory with SPECLEN_DATA_DIR"):
+        await controller.address()
+    controller.close()
+
+
 @pytest.mark.parametrize(
     ("addresses", "found"), [("off", None), ("", None), ("a:1", "a:1"), (" a:1 , b:2", "b:2"), ("b:2,a:1", "b:2")]
 )
