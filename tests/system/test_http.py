@@ -170,7 +170,7 @@ def test_chat(worker, client):
 
 def test_a_chat_with_logprobs_is_limited_by_the_size_of_its_answer(client, monkeypatch):
     """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
-    for module in ("http.translate", "requests.validation"):
+    for module in ("http.translate", "requests.request"):
         monkeypatch.setattr(f"speclen.worker.{module}.MAX_ANSWER_LOGPROBS", 100)
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
     chat = client.chat.completions.create(n=2, extra_body={"ignore_eos": True}, **asked)
