@@ -4,8 +4,6 @@ import asyncio
 import inspect
 import os
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -34,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     """A new one, open in s.db."""
     store = Store.open(tmp_path / "s.db")
     yield store
@@ -42,7 +40,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def folders(tmp_path_factory):
     """Folders of a tiny Llama and of a draft that often agrees with it."""
     from tests.support import tiny_models  # with torch, which few tests need
 

@@ -1,7 +1,5 @@
 """Servers that the contract's tests share, each started once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,14 +36,14 @@ def serving(server: Server) -> Iterator[Shared]:
 
 
 @pytest.fixture(scope="session")
-def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def controller(tmp_path_factory):
     """A controller for simulated workers; each test has a context of its own there."""
     with serving(servers.controller(tmp_path_factory.mktemp("stored"), "--commit-interval-s", "0.1")) as shared:
         yield shared
 
 
 @pytest.fixture(scope="session")
-def learned(controller: Shared) -> Path:
+def learned(controller):
     """A database in which a simulated worker has learned, at 1, 4 and 12 sequences a step."""
     worker = SimulatedWorker(controller.channel, "learned", "learned", World())
     for number in range(60):
@@ -55,7 +53,7 @@ def learned(controller: Shared) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def fleet(tmp_path_factory):
     """`speclen up`, known by its worker."""
     with serving(servers.up(tmp_path_factory.mktemp("up"))) as shared:
         yield shared

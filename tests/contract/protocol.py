@@ -1,7 +1,5 @@
 """Calls of one worker to a controller, and of one client to a worker, by the generated stubs."""
 
-from __future__ import annotations
-
 import queue
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Processes of the `speclen` command, known by their verbs, addresses and exit codes alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -54,7 +52,7 @@ class Server:
         self.log, self.address, self.arguments = log, address, arguments
         self.process: Any = None
 
-    def start(self) -> Server:
+    def start(self):
         """Start the process; it may be started again after its end."""
         with self.log.open("ab") as log:
             self.process = start_tied(
@@ -62,7 +60,7 @@ class Server:
             )
         return self
 
-    def serving(self) -> Server:
+    def serving(self):
         """Wait until health says SERVING."""
 
         def is_serving() -> bool:
@@ -93,14 +91,14 @@ class Server:
             self.kill()
 
 
-def controller(folder: Path, *options: str) -> Server:
+def controller(folder: Path, *options: str):
     """A controller with the database speclen.db in a folder; not started."""
     address = free_address()
     arguments = ("controller", "--listen", address, "--data-dir", str(folder), *options)
     return Server(folder / "controller.log", address, *arguments)
 
 
-def worker(folder: Path, controller_address: str, *options: str) -> Server:
+def worker(folder: Path, controller_address: str, *options: str):
     """A worker of the bundled pair in float32; not started."""
     address = free_address()
     models = ("--target", "bundled:target", "--draft", "bundled:draft", "--device", "cpu", "--dtype", "float32")
@@ -108,7 +106,7 @@ def worker(folder: Path, controller_address: str, *options: str) -> Server:
     return Server(folder / "worker.log", address, *arguments)
 
 
-def up(folder: Path) -> Server:
+def up(folder: Path):
     """`speclen up` with one worker, whose address is the server's; not started."""
     address = free_address()
     where = ("--listen", address, "--controller", free_address(), "--http-listen", "", "--data-dir", str(folder))

@@ -3,8 +3,6 @@
 Workers stay within draft lengths: an arm with n-grams is outside their limits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import grpc

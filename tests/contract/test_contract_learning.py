@@ -1,7 +1,5 @@
 """The controller's promises, kept towards simulated workers over gRPC."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.contract import protocol

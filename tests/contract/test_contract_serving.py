@@ -1,7 +1,5 @@
 """Workers: the output is the target's own under every arm, and serving needs no controller."""
 
-from __future__ import annotations
-
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

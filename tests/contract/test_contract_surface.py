@@ -1,7 +1,5 @@
 """gRPC methods and SQLite views exist under the names that users and programs rely on."""
 
-from __future__ import annotations
-
 import json
 
 import grpc

@@ -1,7 +1,5 @@
 """Every fault of scripts/chaos, made once: its promise holds."""
 
-from __future__ import annotations
-
 import random
 
 import chaos.run  # noqa: F401  (faults enter themselves)
@@ -13,7 +11,7 @@ LOG_LINES = 60  # of each program, printed with a promise that was broken
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_promise_of_a_fault_holds(name, tmp_path) -> None:
+def test_the_promise_of_a_fault_holds(name, tmp_path):
     place = Place(tmp_path, SECONDS, random.Random(name))
     try:
         print(FAULTS[name].run(place))

@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Path:
+def target():
     if not (TARGET / "model.safetensors").exists():
         done = subprocess.run([ROOT / "scripts" / "real_model"], capture_output=True, text=True)
         if done.returncode == CANNOT:

@@ -1,13 +1,10 @@
 """SGLang's own parser takes the tables that `speclen export --format sglang` writes."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +21,7 @@ IMPORTED = {  # by that module: what it does not need to read a table
 
 
 @pytest.fixture
-def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def parser(tmp_path, monkeypatch):
     """SGLang's module for the table, out of its wheel, alone."""
     download = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--dest", tmp_path, WHEEL]
     done = subprocess.run([sys.executable, *map(str, download)], capture_output=True, text=True, check=False)
@@ -43,7 +40,7 @@ def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_sglang_drafts_the_exported_lengths(parser: ModuleType, tmp_path: Path) -> None:
+def test_sglang_drafts_the_exported_lengths(parser, tmp_path):
     ranges = [Range(1, 4, 5), Range(5, 16, 2), Range(17, 32, 0)]
     (tmp_path / "table.json").write_text(to_sglang(ranges)[0])
     params = parser.AdaptiveSpeculativeParams(2, str(tmp_path / "table.json"))

@@ -1,13 +1,9 @@
 """scripts/gpu_check goes through its parts on a CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from speclen.bench.gpu import own_engine
 from speclen.bench.gpu.answers import Answer
@@ -15,7 +11,7 @@ from speclen.bench.gpu.answers import Answer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_dry_run_answers_every_question(tmp_path: Path) -> None:
+def test_a_dry_run_answers_every_question(tmp_path):
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_check", "--dry-run", "--out", tmp_path], capture_output=True, text=True, cwd=tmp_path
     )
@@ -31,11 +27,11 @@ def test_a_dry_run_answers_every_question(tmp_path: Path) -> None:
         assert all(json.loads((tmp_path / f"{name}.json").read_text())["checks"].values())
 
 
-def test_wrong_tokens_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_are_found(tmp_path, monkeypatch):
     honest = own_engine.generate
 
     def lying(*arguments: object) -> list[list[int]]:
-        return [[*output[:-1], (output[-1] + 1) % 100] for output in honest(*arguments)]  # type: ignore[arg-type]
+        return [[*output[:-1], (output[-1] + 1) % 100] for output in honest(*arguments)]
 
     monkeypatch.setattr(own_engine, "generate", lying)
     answer = Answer("engine", tmp_path / "engine.json")
@@ -46,7 +42,7 @@ def test_wrong_tokens_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_the_gpu_check_imports_only_torch_transformers_and_numpy() -> None:
+def test_the_gpu_check_imports_only_torch_transformers_and_numpy():
     missing = ["grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"]
     code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import speclen.bench.gpu.own_engine"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,5 @@
 """Requests that are done leave nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys
@@ -14,7 +12,7 @@ from tests.support.waiting import resident_bytes
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_stays_flat_over_many_requests() -> None:
+def test_memory_stays_flat_over_many_requests():
     """600 requests after a warm-up of 2,700, by which products of all sizes have their kernels, on AVX2, too. Each request
     holds 30 KB of KV at its end: kept, they would make 18 MB.
 

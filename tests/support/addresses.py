@@ -1,7 +1,5 @@
 """Addresses to listen on in tests."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

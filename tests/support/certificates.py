@@ -1,7 +1,5 @@
 """Certificates for one test, made by openssl: an authority, a server of 127.0.0.1 and localhost, a client, a stranger."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path

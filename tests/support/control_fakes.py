@@ -1,7 +1,5 @@
 """A controller in this process or in one of its own, and the messages of a plausible worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Parts of a worker's control client without a controller, and its metrics without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

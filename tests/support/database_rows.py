@@ -1,7 +1,5 @@
 """A small database as a controller leaves it, for tests of the verbs that read one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 KILL_AT: the beginning of an SQL statement and a number n: SIGKILL follows the n-th such statement.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines on tiny models, and their outputs, for the engine's tests."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

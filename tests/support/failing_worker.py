@@ -4,8 +4,6 @@ PART "engine": the engine's loop fails as soon as two requests wait. "reporting"
 "hang": the engine's loop never does anything and never ends. "few": only three reports are kept, nothing else is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -39,12 +37,12 @@ async def fail(*_: object) -> None:
 if __name__ == "__main__":
     part = sys.argv.pop(1)
     if part == "engine":
-        Engine.run = fail_with_two_requests  # type: ignore[method-assign]
+        Engine.run = fail_with_two_requests
     elif part == "hang":
-        Engine.run = hang  # type: ignore[method-assign]
+        Engine.run = hang
         server.STOP_TIMEOUT_S = 0.5
     elif part == "few":
-        ReportBuffer.trim = trim_to_few  # type: ignore[method-assign]
+        ReportBuffer.trim = trim_to_few
     else:
-        ControlClient.run = fail  # type: ignore[assignment, method-assign]
+        ControlClient.run = fail
     main()

@@ -1,7 +1,5 @@
 """An estimator that counts: the whole interface, no statistics, and failures on demand."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 model accepts.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterable

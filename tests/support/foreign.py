@@ -1,7 +1,5 @@
 """Programs of others that tests start: they die with the test process, however it ends."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Grammars for the tiny models, made without a process of their own."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

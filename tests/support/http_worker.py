@@ -1,7 +1,5 @@
 """A worker with both edges, HTTP and gRPC, on one engine of tiny models, for tests in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

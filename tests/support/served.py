@@ -1,7 +1,5 @@
 """A worker's gRPC service in front of a real engine, in the test's own event loop."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The controller's service without gRPC: a fake estimator, a store that commits when the test says so, and reports."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Plausible rows for tests: one context, one worker, any number of reports."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

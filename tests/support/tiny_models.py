@@ -4,8 +4,6 @@ A model of a few thousand parameters runs a forward in about a millisecond. Weig
 outputs vary with the prompt instead of settling on one token.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random traffic on an engine of tiny models, and what all of its outputs must be."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

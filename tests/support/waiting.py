@@ -1,7 +1,5 @@
 """Waiting for what another thread, task or process does, and the memory of this process."""
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import time

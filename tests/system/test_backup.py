@@ -1,7 +1,5 @@
 """A backup is a consistent snapshot that can be restored; a backup or restore that fails changes nothing."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 

@@ -1,7 +1,5 @@
 """Captured passes give the same tokens as plain ones; all but the graph itself is the same here as on a GPU."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
@@ -72,7 +70,7 @@ def texts(engine: Engine, num: int = 9) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
-def test_ragged_schedules_generate_what_the_target_alone_would(family: str) -> None:
+def test_ragged_schedules_generate_what_the_target_alone_would(family):
     """Sequences join, leave and prefill next to padding rows, while captures are evicted and made again."""
     recorder = CountingRecorder()
     requests, collected, chooser = Traffic(family, seed=3, recorder=recorder, num_requests=80).run()
@@ -86,7 +84,7 @@ def test_ragged_schedules_generate_what_the_target_alone_would(family: str) -> N
 SHORT = {"max_speculation_length": 3, "max_context_length": 100}
 
 
-def test_passes_are_captured_before_the_first_request() -> None:
+def test_passes_are_captured_before_the_first_request():
     """Every pass of these batch sizes and lengths is captured, those over short sequences first; outputs stay the same."""
     recorder, chooser = CountingRecorder(), RandomLengths(1, longest=3)
     engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **SHORT)
@@ -107,7 +105,7 @@ def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
-def test_captures_before_serving_are_bounded() -> None:
+def test_captures_before_serving_are_bounded():
     recorder = CountingRecorder()
     engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
     assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
@@ -117,16 +115,14 @@ def test_captures_before_serving_are_bounded() -> None:
     assert recorder.num_recordings == 0
 
 
-def test_capturing_ends_when_memory_runs_out() -> None:
+def test_capturing_ends_when_memory_runs_out():
     recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
     engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
     assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
     assert texts(engine) == texts(engines.make_engine())
 
 
-def test_passes_too_large_for_memory_do_not_prevent_other_captures(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_passes_too_large_for_memory_do_not_prevent_other_captures(caplog):
     """The largest passes are tried first: they are logged once and run without capture."""
     recorder, chooser = PickyRecorder(8), RandomLengths(1, longest=3)
     with caplog.at_level(logging.WARNING):
@@ -140,7 +136,7 @@ def test_passes_too_large_for_memory_do_not_prevent_other_captures(
     assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"
 
 
-def test_without_graphs_nothing_is_captured_and_one_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_graphs_nothing_is_captured_and_one_warning_is_logged(caplog):
     with caplog.at_level(logging.WARNING):
         engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
         assert texts(engine) == texts(engines.make_engine())
@@ -150,7 +146,7 @@ def test_without_graphs_nothing_is_captured_and_one_warning_is_logged(caplog: py
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
 
 
-def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from() -> None:
+def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from():
     """The prompt's logits are kept until all three sequences have a slot, while passes of the same shape run."""
     outputs = []
     for recorder in (None, RerunRecorder()):
@@ -161,7 +157,7 @@ def test_later_passes_do_not_overwrite_the_logits_that_sequences_start_from() ->
     assert outputs[0] == outputs[1]
 
 
-def test_values_written_by_padding_rows_are_never_read() -> None:
+def test_values_written_by_padding_rows_are_never_read():
     """Such values may be NaN, and masking multiplies them by 0, which is NaN: they would spoil the slot's next sequence."""
     engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
     spare = captured(engine.target).pool.max_length - captured(engine.target).max_queries

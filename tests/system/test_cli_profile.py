@@ -1,7 +1,5 @@
 """`speclen profile` from measuring to importing: unfinished or foreign profiles are refused for this context."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +48,7 @@ def models(folders: tuple[str, str]) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(folders, tmp_path_factory):
     """A folder with a database, into which one profile was run."""
     data = tmp_path_factory.mktemp("data")
     grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4]
@@ -61,7 +59,7 @@ def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory)
     return data
 
 
-def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: Path) -> None:
+def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured):
     with reading(measured / "s.db") as connection:
         (stored,) = stored_profiles(connection)
         rows = view_rows(connection, "learned_table")
@@ -76,21 +74,21 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
 
 
-def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
+def test_a_worker_without_controller_starts_from_the_same_file(measured):
     table = table_from_file(measured / "p.json", Limits(3, 2))
     assert isinstance(table, ArmTable)
     best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json"))}
     assert {size: table.arms[size].speculation_length for size in best} == best
 
 
-def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path) -> None:
+def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured):
     context = pb.ContextKey(**json.loads((measured / "p.json").read_text())["context"])
     assert foreign_parts(measured / "p.json", context) == []
     context.dtype = "bfloat16"
     assert foreign_parts(measured / "p.json", context) == ["dtype 'float32' instead of 'bfloat16'"]
 
 
-def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path) -> None:
+def test_show_export_and_plot_agree_with_the_file(measured, tmp_path):
     shown = json.loads(call("show", "--db", measured / "s.db", "--json").stdout)
     assert [best["batch_size"] for best in shown["best"]] == [1, 2, 3]
     assert json.loads(call("export", "1", "--db", measured / "s.db").stdout)["cells"] == shown["cells"]
@@ -101,14 +99,14 @@ def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path
         assert path.stat().st_size > 5000
 
 
-def test_an_unreadable_file_or_name_is_reported(measured: Path, tmp_path: Path) -> None:
+def test_an_unreadable_file_or_name_is_reported(measured, tmp_path):
     db = measured / "s.db"
     assert "holds no profile 9; there are 1" in fail("show", "9", "--db", db)
     assert "cannot read the profile" in fail("show", tmp_path / "missing.json")
     assert "use .png, .svg" in fail("plot", "1", "--db", db, "--out", tmp_path / "plot.xyz")
 
 
-def test_import_seeds_the_same_context_elsewhere(measured: Path, folders: tuple[str, str], tmp_path: Path) -> None:
+def test_import_seeds_the_same_context_elsewhere(measured, folders, tmp_path):
     db = tmp_path / "other.db"
     said = call("import", measured / "p.json", *models(folders), "--db", db, "--json")
     assert json.loads(said.stdout)["num_cells"] == 9
@@ -117,9 +115,7 @@ def test_import_seeds_the_same_context_elsewhere(measured: Path, folders: tuple[
     assert stored.key == read_document(measured / "p.json").context
 
 
-def test_a_profile_of_another_context_is_only_taken_as_a_prior(
-    measured: Path, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_of_another_context_is_only_taken_as_a_prior(measured, folders, tmp_path, monkeypatch):
     db = tmp_path / "other.db"
     other = [*models(folders)[:-1], 2]
     message = fail("import", measured / "p.json", *other, "--db", db)
@@ -140,8 +136,8 @@ def change(content: dict[str, Any], path: Sequence[object], value: object) -> di
     changed = json.loads(json.dumps(content))
     place = changed
     for key in path[:-1]:
-        place = place[key]  # type: ignore[index]
-    place[path[-1]] = value  # type: ignore[index]
+        place = place[key]
+    place[path[-1]] = value
     return changed
 
 
@@ -162,9 +158,7 @@ def change(content: dict[str, Any], path: Sequence[object], value: object) -> di
         (["context"], {"target": "t"}),
     ],
 )
-def test_files_that_are_not_a_profile_are_refused(
-    measured: Path, tmp_path: Path, path: list[object], value: object
-) -> None:
+def test_files_that_are_not_a_profile_are_refused(measured, tmp_path, path, value):
     file = tmp_path / "bad.json"
     file.write_text(json.dumps(change(json.loads((measured / "p.json").read_text()), path, value)))
     assert "bad.json" in fail("show", file)
@@ -174,9 +168,7 @@ def test_files_that_are_not_a_profile_are_refused(
     assert "not JSON" in fail("show", file)
 
 
-def test_an_interrupted_run_makes_no_profile(
-    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_makes_no_profile(folders, tmp_path, monkeypatch):
     def interrupted(self: ProfileSamples, step: Any) -> None:
         raise KeyboardInterrupt
 
@@ -200,7 +192,7 @@ def test_an_interrupted_run_makes_no_profile(
         (["--prompts", "/no/prompts.txt"], "/no/prompts.txt"),
     ],
 )
-def test_bad_settings_are_named(folders: tuple[str, str], tmp_path: Path, arguments: list[str], reason: str) -> None:
+def test_bad_settings_are_named(folders, tmp_path, arguments, reason):
     assert reason in fail("run", *models(folders), "--no-store", "--db", tmp_path / "s.db", *arguments)
 
 
@@ -211,7 +203,7 @@ PROFILE = Profile(CELLS, (0.7, 0.5, 0.4), (100, 70, 50), source="made up")
 DOCUMENT = ProfileDocument(KEY, PROFILE, "2026-01-01T00:00:00")
 
 
-def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses() -> None:
+def test_analysis_marks_the_least_time_per_token_and_what_the_estimator_loses():
     analysis = analyse(DOCUMENT)
     one, _, eight = analysis
     # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
@@ -228,7 +220,7 @@ def own_import(db: Path) -> int:
     return Destination(db, "", Client()).take(import_request(PROFILE, KEY))
 
 
-def test_a_profile_that_the_database_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_the_database_refuses_is_an_error(tmp_path, monkeypatch):
     """`profile import` said under which number it was stored, and it was nowhere."""
 
     def refuse(*_: object) -> None:
@@ -241,7 +233,7 @@ def test_a_profile_that_the_database_refuses_is_an_error(tmp_path: Path, monkeyp
     assert own_import(tmp_path / "s.db") == 1
 
 
-def test_an_import_without_a_controller_deletes_no_report(tmp_path: Path) -> None:
+def test_an_import_without_a_controller_deletes_no_report(tmp_path):
     """Retention is the controller's decision; it may be configured to keep reports for years."""
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
     commit = Commit(contexts=[context()], workers=[worker(3)], reports=reports)

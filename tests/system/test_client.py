@@ -1,7 +1,5 @@
 """One configuration is used for every server, with TLS and a token; clients that ping stay connected."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -17,31 +15,30 @@ from speclen.cli.app import with_client_defaults
 from speclen.cli.profile_import import find_destination
 from speclen.cli.support.client import Client, check_controller, identity
 from speclen.cli.support.output import UserError
-from speclen.cli.support.processes import Child
 from speclen.controller.service import server as controller
 from speclen.transport import servers
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.worker.frontend import server as worker
 from tests.support.addresses import free_address
-from tests.support.certificates import Certificates, make_certificates
+from tests.support.certificates import make_certificates
 from tests.support.control_fakes import running_controller
 from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+def made(tmp_path_factory):
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
-def token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def token(tmp_path_factory):
     path = tmp_path_factory.mktemp("token") / "token"
     path.write_text("0123456789abcdef\n")
     return path
 
 
 @pytest.fixture(scope="module")
-def guarded(made: Certificates, token: Path, tmp_path_factory: pytest.TempPathFactory):
+def guarded(made, token, tmp_path_factory):
     """A controller with TLS and a token; `Child` waits for it with the same client as every verb."""
     options = ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
     client = Client(ClientSecurity(ca=made.authority.cert, token_file=token))
@@ -51,9 +48,7 @@ def guarded(made: Certificates, token: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("name", ["no_such_proxy", "http_proxy", "https_proxy", "grpc_proxy"])
-def test_a_client_with_authority_and_token_connects_directly_to_this_machine(
-    guarded: Child, made: Certificates, token: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
+def test_a_client_with_authority_and_token_connects_directly_to_this_machine(guarded, made, token, monkeypatch, name):
     """gRPC sends every call to it, also one that goes no further than this machine."""
     for each in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(each, raising=False)
@@ -91,7 +86,7 @@ def test_a_worker_with_a_wrong_token_does_not_start(guarded, made, tmp_path):
     check_controller(ClientSecurity(), free_address(), "")  # none yet: it may come
 
 
-def test_a_client_certificate_is_sent_when_configured(made: Certificates, tmp_path: Path):
+def test_a_client_certificate_is_sent_when_configured(made, tmp_path):
     options = ("--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key))
     # The child is waited for without a certificate, so it is given up as soon as it says that it serves.
     refused = pytest.raises(UserError, match="uses TLS, give --ca")
@@ -100,7 +95,7 @@ def test_a_client_certificate_is_sent_when_configured(made: Certificates, tmp_pa
     assert Client(ClientSecurity(made.authority.cert, made.client.cert, made.client.key)).channel("127.0.0.1:1")
 
 
-def test_invalid_pem_is_refused_before_grpc_reads_it(made: Certificates, tmp_path: Path, capfd):
+def test_invalid_pem_is_refused_before_grpc_reads_it(made, tmp_path, capfd):
     junk = tmp_path / "junk.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
     (tmp_path / "empty").write_text("")
@@ -156,7 +151,7 @@ PINGS_OFTEN = [
 OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)  # a connection
 
 
-def test_pings_close_neither_a_silent_call_nor_an_idle_channel() -> None:
+def test_pings_close_neither_a_silent_call_nor_an_idle_channel():
     """By default the third ping, after three seconds, ends a connection."""
     with contextlib.ExitStack() as ending:
         servicer, watches, states = health.HealthServicer(), [], []

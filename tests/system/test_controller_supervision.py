@@ -1,7 +1,5 @@
 """No background task of the controller ends unnoticed: the process ends within a second, with one line."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

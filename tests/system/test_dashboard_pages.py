@@ -1,7 +1,5 @@
 """`speclen dashboard`: packaged queries and charts work on a real database, read-only."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """`speclen doctor` finds deliberate damage, and nothing in a sound database."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """An embedded controller outlives the process that started it, ends with its last user, and is restarted after a kill."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -61,13 +59,13 @@ class Program:
 
     def address(self) -> str:
         """The next address that it prints, between lines of its log."""
-        while not (line := self.process.stdout.readline()).startswith("at "):  # type: ignore[union-attr]
+        while not (line := self.process.stdout.readline()).startswith("at "):
             assert line
         return line.split()[1]
 
     def ask(self) -> str:
-        self.process.stdin.write("\n")  # type: ignore[union-attr]
-        self.process.stdin.flush()  # type: ignore[union-attr]
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
         return self.address()
 
     def end(self, number: int = signal.SIGKILL) -> None:
@@ -93,7 +91,7 @@ def process_of(database: Path) -> int:
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Path:
+def database(tmp_path):
     return tmp_path / "dä ta%20#x?" / "speclen.db"  # an address quotes most of it
 
 

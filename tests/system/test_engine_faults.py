@@ -1,7 +1,5 @@
 """A failure ends only one prompt, one sequence or one step. If the engine itself ends, every request gets an error."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading
@@ -34,12 +32,12 @@ def fail_once_with_prompts(engine: Engine) -> list[int]:
             raise MemoryError
         return logits
 
-    engine.target.forward = failing  # type: ignore[method-assign]
+    engine.target.forward = failing
     return failed
 
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"repetition_penalty": 1.3, "min_tokens": 5}])
-def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings: dict[str, float]) -> None:
+def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings):
     """Story: the step was repeated with a rule that held the distributions of the first, and all sequences were aborted."""
     engine, collected = make_engine(chooser=2), Collected()
     running = request("running", PROMPT, temperature=1.0, max_tokens=20, ignore_eos=True, **settings)
@@ -58,7 +56,7 @@ def test_sampled_sequences_survive_a_step_that_failed_with_a_prompt(settings: di
 
 @pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("num_prompts", [1, 2, 3])
-def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length: int, num_prompts: int) -> None:
+def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length, num_prompts):
     """Story: sequences moved to other slots, prompts were written to the old ones, and callers got wrong text."""
     engine, collected, rng = make_engine(chooser=length, max_batch_size=8), Collected(), random.Random(4)
     others = [request("long", PROMPT, max_tokens=40, ignore_eos=True), request("short", PROMPT[:3], max_tokens=2)]
@@ -84,7 +82,7 @@ def test_prompts_of_a_failed_step_keep_their_rows_when_another_row_ends(length: 
     [(None, 1), (RuntimeError("no such kernel"), 1), (torch.OutOfMemoryError("no room for so many logits"), 2)],
     ids=["draft", "verification", "memory"],
 )
-def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception | None, num_tries: int) -> None:
+def test_sequences_continue_without_drafts_when_drafting_fails(error, num_tries):
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked.
 
     After an out-of-memory error drafting is tried again 16 steps later: another request may have released memory.
@@ -92,7 +90,7 @@ def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception 
     chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser)
     if error is None:
-        engine.draft.forward = fail  # type: ignore[method-assign]
+        engine.draft.forward = fail
     else:
         honest = engine.target.forward
 
@@ -101,7 +99,7 @@ def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception 
                 raise error
             return honest(parts)
 
-        engine.target.forward = failing  # type: ignore[method-assign]
+        engine.target.forward = failing
     requests = [request(name, PROMPT, max_tokens=20, ignore_eos=True) for name in ("a", "b")]
     collected = generate(engine, *requests)
     for one in requests:
@@ -110,7 +108,7 @@ def test_sequences_continue_without_drafts_when_drafting_fails(error: Exception 
     assert len(chooser.records) == 19 - num_tries, "a try that fails has no record"
 
 
-def test_a_failing_callback_does_not_affect_other_requests() -> None:
+def test_a_failing_callback_does_not_affect_other_requests():
     engine = make_engine()
     collected = Collected()
 
@@ -155,7 +153,7 @@ class Running:
         assert self.future.result(PATIENCE_S) is None
 
 
-def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch):
     """Story: an error while its sampling state was made also ended the sequences that were decoding."""
     running, honest = Running(), SequenceState.start_sampling
     monkeypatch.setattr(
@@ -188,7 +186,7 @@ def fail_at(
     monkeypatch.setattr(owner, name, lambda *args: failing() if next(count) in calls else honest(*args))
 
 
-def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(monkeypatch):
     """Story: decoding sequences were released outside inference mode, which failed and ended the engine's thread."""
     running = Running(max_batch_size=2, chooser=0)
     fail_at(running.engine.scheduler, "admit", [6], monkeypatch)
@@ -210,9 +208,7 @@ def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(mo
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
-def test_when_the_engine_ends_every_request_gets_an_error(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_when_the_engine_ends_every_request_gets_an_error(monkeypatch, error):
     """Story: its thread had ended, the worker still reported SERVING, and every request waited without end."""
     running = Running(max_batch_size=2, chooser=0)
     engine = running.engine

@@ -1,7 +1,5 @@
 """The store on the SQLite that Python brings, as on systems without pysqlite3: its own tests, in another process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,13 +1,10 @@
 """Triton's kernels compute what the plain operators do. Without a GPU they run in Triton's interpreter, see conftest."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -49,15 +46,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ],
 )
 def test_fused_attention_equals_plain_attention(
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int | None,
-    short_places: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    queries, heads, kv_heads, head_dim, window, short_places, dtype, monkeypatch
+):
     """Rows of all lengths up to a full one, one that holds nothing else, and one that is there only to fill up."""
     places = 300
     monkeypatch.setattr(fused, "SHORT_PLACES", short_places)
@@ -90,7 +80,7 @@ def test_fused_attention_equals_plain_attention(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_captured_passes_with_fused_kernels_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_with_fused_kernels_give_the_same_logits(family, monkeypatch):
     """Sequences have several lengths; models have windows, biases and normalised heads."""
     plain, _ = logits_of_passes(family, None, monkeypatch)
     found, captured = logits_of_passes(family, fused, monkeypatch)
@@ -132,7 +122,7 @@ def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     return torch.cat(logits), captured
 
 
-def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch):
     """All passes are captured before serving; there are more requests than slots, and prompts arrive while others decode."""
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 64, "prefill_chunk": 24}
     requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=4) for at in range(4)]
@@ -160,9 +150,7 @@ def refused(*arguments: Any) -> NoReturn:
 
 # What computes something wrong is not noticed where nobody checks.
 @pytest.mark.parametrize(("add_norm", "checked"), [(wrong, True), (refused, True), (refused, False)])
-def test_kernels_that_fail_or_compute_wrongly_are_disabled(
-    add_norm: Any, checked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_that_fail_or_compute_wrongly_are_disabled(add_norm, checked, monkeypatch, caplog):
     """Found wrong before anything is served; found not to run, also later."""
     kernels = SimpleNamespace(**{**vars(fused), "add_norm": add_norm})
     prompts = [engines.request(str(at), [*range(1, 4 + 3 * at)], max_tokens=12) for at in range(5)]
@@ -210,7 +198,7 @@ for kernel, changes, dtype in (
 """
 
 
-def test_fused_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+def test_fused_kernels_compile_for_a_gpu(tmp_path):
     """Story: the interpreter ran kernels that the compiler refused, or that use more shared memory than a GPU has."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -219,7 +207,7 @@ def test_fused_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces Triton's interpreter")
-def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_compiled_while_passes_are_captured(monkeypatch):
     """Story: in a fresh container the time for capturing went to Triton's compiler, and graphs were captured while serving.
 
     Here a kernel that is compiled when it is launched takes a minute, and capturing may take two.

@@ -1,7 +1,5 @@
 """Grammars are tried in a separate process: a slow, deep or large one affects no other request."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -39,7 +37,7 @@ def slow() -> StructuredOutput:
     return StructuredOutput("json_schema", '{"type": "integer", "multipleOf": 999983}')
 
 
-async def test_a_slow_grammar_is_refused_without_blocking_the_loop() -> None:
+async def test_a_slow_grammar_is_refused_without_blocking_the_loop():
     with preparing(trial_s=1.0) as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))
@@ -53,7 +51,7 @@ async def test_a_slow_grammar_is_refused_without_blocking_the_loop() -> None:
         await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
 
 
-async def test_grammars_are_tried_with_many_open_files() -> None:
+async def test_grammars_are_tried_with_many_open_files():
     """Story: with 1,000 connections no grammar could be tried, and none later either."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most[1] < MANY_FILES + 100:
@@ -69,9 +67,7 @@ async def test_grammars_are_tried_with_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
-async def test_an_internal_error_does_not_mix_up_the_answers_of_grammars(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_internal_error_does_not_mix_up_the_answers_of_grammars(monkeypatch):
     with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         with monkeypatch.context() as broken:
@@ -83,7 +79,7 @@ async def test_an_internal_error_does_not_mix_up_the_answers_of_grammars(
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
 
-async def test_a_grammar_that_crashes_its_trial_is_refused() -> None:
+async def test_a_grammar_that_crashes_its_trial_is_refused():
     with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         with pytest.raises(ValueError, match="too deep or too large"):
@@ -91,7 +87,7 @@ async def test_a_grammar_that_crashes_its_trial_is_refused() -> None:
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
 
-async def test_a_cancelled_trial_does_not_answer_for_the_next_one() -> None:
+async def test_a_cancelled_trial_does_not_answer_for_the_next_one():
     """Its answer must not be mistaken for that of the next grammar."""
 
     with preparing() as prepared:
@@ -104,7 +100,7 @@ async def test_a_cancelled_trial_does_not_answer_for_the_next_one() -> None:
         await prepared.prepare(StructuredOutput("regex", "b"), "b")
 
 
-async def test_prepared_grammars_are_cached_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prepared_grammars_are_cached_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(grammars, "MAX_CACHED", 3)
 
     with preparing() as prepared:
@@ -118,7 +114,7 @@ async def test_prepared_grammars_are_cached_up_to_a_limit(monkeypatch: pytest.Mo
         assert [await again(number) is made[number] for number in (3, 0, 4, 1)] == [True, True, True, False]
 
 
-async def test_too_many_new_grammars_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_new_grammars_at_once_are_refused(monkeypatch):
     with preparing() as prepared:
         wanted = [StructuredOutput("regex", f"a{number}") for number in range(grammars.MAX_WAITING + 4)]
         found = await asyncio.gather(*[prepared.prepare(one, "a") for one in wanted], return_exceptions=True)
@@ -126,7 +122,7 @@ async def test_too_many_new_grammars_at_once_are_refused(monkeypatch: pytest.Mon
         assert not any(isinstance(one, BaseException) and not isinstance(one, QueueFullError) for one in found)
 
 
-async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch):
     """Each sequence copies its grammar, so the limit is a share of the memory."""
     monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
     monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
@@ -138,7 +134,7 @@ async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch:
             await prepared.prepare(StructuredOutput("choice", words), "a")
 
 
-async def test_a_model_without_grammar_support_is_reported() -> None:
+async def test_a_model_without_grammar_support_is_reported():
     for tokenizer, ends, words in ((tiny_models.tokenizer(), [], "no end token"), (object(), [0], "fast tokenizer")):
         prepared = Grammars(tokenizer, tiny_models.VOCAB_SIZE, ends)
         with pytest.raises(ValueError, match=words):

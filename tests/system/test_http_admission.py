@@ -1,10 +1,7 @@
 """HTTP goes through the same admission queue as gRPC: one queue, turns by caller, draining, and errors."""
 
-from __future__ import annotations
-
 import gc
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from tests.support.http_worker import HttpWorker, http_worker, over_grpc, post
+from tests.support.http_worker import http_worker, over_grpc, post
 from tests.support.served import held
 from tests.support.waiting import PATIENCE_S, until
 
@@ -22,7 +19,7 @@ ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": Tru
 
 
 @pytest.fixture
-def worker() -> Iterator[HttpWorker]:
+def worker():
     with http_worker(max_batch_size=1, max_waiting=3) as worker:
         yield worker
 
@@ -33,7 +30,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
 
 
-def test_http_and_grpc_share_one_queue(worker: HttpWorker) -> None:
+def test_http_and_grpc_share_one_queue(worker):
     with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS) for _ in range(4)]
         until(lambda: worker.async_engine.num_open == 4 and worker.engine.load().num_running == 1)
@@ -49,7 +46,7 @@ def test_http_and_grpc_share_one_queue(worker: HttpWorker) -> None:
     until(lambda: worker.async_engine.num_open == 0)
 
 
-def test_each_prompt_of_a_request_takes_its_own_turn(worker: HttpWorker) -> None:
+def test_each_prompt_of_a_request_takes_its_own_turn(worker):
     """All of them in one turn would go to the engine at once, past the queue's bound and ahead of other callers."""
     with held(worker.engine) as go_on, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, worker, ENDLESS | {"prompt": ["a"] * 4})
@@ -64,7 +61,7 @@ def test_each_prompt_of_a_request_takes_its_own_turn(worker: HttpWorker) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_waiting_request_keeps_nothing_of_its_body(worker: HttpWorker, stream: bool) -> None:
+def test_a_waiting_request_keeps_nothing_of_its_body(worker, stream):
     """Story: a body of 4 MB was kept as 90 MB of empty lists until the request was answered."""
     junk = {"stream": stream, "junk": [[]] * 100_000, "stream_options": {"junk": [[]] * 100_000} if stream else None}
     with held(worker.engine) as go_on, ThreadPoolExecutor(3) as pool:
@@ -77,7 +74,7 @@ def test_a_waiting_request_keeps_nothing_of_its_body(worker: HttpWorker, stream:
         assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
-def test_draining_refuses_new_requests_and_finishes_waiting_ones(worker: HttpWorker) -> None:
+def test_draining_refuses_new_requests_and_finishes_waiting_ones(worker):
     with held(worker.engine) as go_on, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(post, worker, ENDLESS | {"stream": index % 2 == 0}) for index in range(4)]
         until(lambda: worker.async_engine.num_open == 4)
@@ -91,9 +88,7 @@ def test_draining_refuses_new_requests_and_finishes_waiting_ones(worker: HttpWor
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(
-    worker: HttpWorker, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(worker, monkeypatch, stream):
     with monkeypatch.context() as broken:
         broken.setattr(worker.engine.runner, "launch", lambda plan: 1 / 0)
         answer = post(worker, ENDLESS | {"stream": stream})

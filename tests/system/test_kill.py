@@ -1,7 +1,5 @@
 """Reports acknowledged as durable survive kills of the controller. Kills at every step of a commit: scripts/chaos."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

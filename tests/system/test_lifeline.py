@@ -1,7 +1,5 @@
 """Child processes end with their parent, even if it was killed and could not signal them."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

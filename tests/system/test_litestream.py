@@ -1,7 +1,5 @@
 """Continuous backup by Litestream, as deploy/litestream configures it: a controller that lost its disk continues."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -8,8 +8,6 @@ a tie, which any shape may break its own way. `check_greedy` therefore allows a 
 largest, and the test counts such tokens: over 10,000 there may be one or two, and every other one is identical.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -23,7 +21,7 @@ from tests.support.traffic import Traffic, check_outputs
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_changing_arms_generate_what_the_target_alone_would(family: str, backend: str) -> None:
+def test_changing_arms_generate_what_the_target_alone_would(family, backend):
     """Sequences of one step propose n-grams, drafted tokens or nothing."""
     if backend == "openvino" and family == "gemma2":
         pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
@@ -53,7 +51,7 @@ def check_reports(chooser: RandomLengths) -> None:
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", "gpt2"), ("opt", "gemma2"), ("mistral", "gpt_neox")])
-def test_target_and_draft_may_be_of_different_families(target: str, draft: str) -> None:
+def test_target_and_draft_may_be_of_different_families(target, draft):
     pair = engines.make_pair(target, draft=engines.models(draft)[0])
     generator = random.Random(0)
     requests = [Traffic.make_request(generator, str(number)) for number in range(12)]
@@ -63,7 +61,7 @@ def test_target_and_draft_may_be_of_different_families(target: str, draft: str) 
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_sequences_end_exactly_at_the_context(family: str) -> None:
+def test_sequences_end_exactly_at_the_context(family):
     """Learned positions have no entry beyond the context, so drafts near its end must be shorter."""
     pair = engines.make_pair(family)
     generator = random.Random(1)

@@ -1,7 +1,5 @@
 """OpenVINO runs the models that pass its check; torch runs all others, after one log line."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging
@@ -10,7 +8,6 @@ import re
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,17 +50,17 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
     return told
 
 
-def test_openvino_is_chosen_where_it_runs() -> None:
+def test_openvino_is_chosen_where_it_runs():
     prepared: PreparedPair = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
     assert prepared.backend == f"openvino {openvino.installed_version()}"
     assert not isinstance(prepared.target, CachedModel)
 
 
-def test_unsupported_attention_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_attention_falls_back_to_torch(caplog):
     assert "softcap" in fallen_back(caplog, "gemma2")
 
 
-def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_conversion_is_caught(caplog, monkeypatch):
     """As if it lost Mistral's window: logits differ by some 0.3 then."""
     honest = openvino.load
 
@@ -78,7 +75,7 @@ def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypa
     assert "gives other logits in ragged batches than alone (by 0." in fallen_back(caplog, "mistral")
 
 
-def test_openvino_sends_no_telemetry() -> None:
+def test_openvino_sends_no_telemetry():
     """Story: openvino-telemetry, a dependency, reported every import to its vendor from a fork of this process."""
     code = "import speclen.worker.backends.openvino.model, openvino, sys; print(*sys.modules, sep='\\n')"
     told = subprocess.run(
@@ -89,7 +86,7 @@ def test_openvino_sends_no_telemetry() -> None:
 
 
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_weights_stay_alive_until_the_first_pass(dtype: torch.dtype) -> None:
+def test_weights_stay_alive_until_the_first_pass(dtype):
     """A compiled model copies weights at its first pass, by which time the loaded model may have been released."""
     model = tiny_models.build("llama").to(dtype)
     weights = [weakref.ref(weight) for weight in model.parameters() if weight.dim() > 1]
@@ -100,9 +97,7 @@ def test_weights_stay_alive_until_the_first_pass(dtype: torch.dtype) -> None:
     check_model(compiled, tiny_models.build("llama").to(dtype), "llama")
 
 
-def test_sequences_that_do_not_fit_into_memory_fall_back_to_torch(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_that_do_not_fit_into_memory_fall_back_to_torch(caplog, monkeypatch):
     def reserve(*sizes: int) -> None:
         raise no_room(*sizes)
 
@@ -111,7 +106,7 @@ def test_sequences_that_do_not_fit_into_memory_fall_back_to_torch(
     assert re.search(r"2 sequences of .* GiB of KV memory, more than there is: lower", fallen_back(caplog))
 
 
-def test_changing_threads_compiles_nothing_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_threads_compiles_nothing_while_serving(tmp_path, monkeypatch):
     """The first request on a busy machine took four seconds, the next one 0.3."""
     monkeypatch.setattr(threads, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
@@ -130,7 +125,7 @@ def test_changing_threads_compiles_nothing_while_serving(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
-def test_cached_prompts_do_not_change_outputs(sampling: dict[str, Any]) -> None:
+def test_cached_prompts_do_not_change_outputs(sampling):
     """60 requests over three beginnings, joining at random, at lengths that change every step; few blocks are remembered."""
     generator = random.Random(5)
     beginnings = [[generator.randrange(1, 320) for _ in range(size)] for size in (64, 100, 150)]

@@ -3,8 +3,6 @@
 With Ray itself: scripts/fleet_check.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,10 +1,7 @@
 """Read-only databases, of another user or on a read-only disk: every verb that reads one works."""
 
-from __future__ import annotations
-
 import json
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from tests.support.store_rows import report, without_write_permission, written
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """For the database. Not in pytest's own, which no other user may enter. Beside it is a folder that anybody may fill."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)

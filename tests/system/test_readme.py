@@ -64,7 +64,7 @@ class Terminal:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory):
+def serving(tmp_path_factory):
     """A terminal next to the one in which README's `speclen up` runs."""
     terminal = Terminal(tmp_path_factory.mktemp("readme"))
     up = terminal.start(SERVE)
@@ -87,7 +87,7 @@ COMMANDS = [
 
 
 @pytest.mark.timeout(300)
-def test_the_commands_of_the_readme_work_and_fit_the_terminal(serving: Terminal):
+def test_the_commands_of_the_readme_work_and_fit_the_terminal(serving):
     assert len(serving.run("sh", "-c", COMMANDS[0])) > 20
     until(lambda: "vs plain" in serving.run("sh", "-c", COMMANDS[1]), what="a learned table")
     assert max(map(len, serving.run("sh", "-c", COMMANDS[1]).splitlines())) <= 80
@@ -95,7 +95,7 @@ def test_the_commands_of_the_readme_work_and_fit_the_terminal(serving: Terminal)
     assert "ms_per_token" in choices
 
 
-def test_the_program_of_the_grpc_reference_works(serving: Terminal):
+def test_the_program_of_the_grpc_reference_works(serving):
     program = PYTHON[0].replace("127.0.0.1:7080", serving.worker)
     assert program != PYTHON[0]
     assert len(serving.run("python", "-c", program)) > 20

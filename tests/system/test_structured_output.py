@@ -1,10 +1,7 @@
 """Structured output over HTTP and gRPC: what callers send, what they receive, and malicious schemas."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -28,7 +25,7 @@ class Person(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[HttpWorker]:
+def worker():
     with http_worker.http_worker() as worker:
         yield worker
 
@@ -37,7 +34,7 @@ def post(worker: HttpWorker, **fields: Any) -> httpx.Response:
     return http_worker.post(worker, {"prompt": "a", "max_tokens": 80, **fields})
 
 
-def test_the_official_client_parses_structured_output(worker: HttpWorker) -> None:
+def test_the_official_client_parses_structured_output(worker):
     answer = worker.client().chat.completions.parse(
         model=MODEL, messages=[{"role": "user", "content": "Who?"}], response_format=Person, max_tokens=200, seed=1
     )
@@ -57,7 +54,7 @@ NAMED = {"type": "function", "function": {"name": "Answer"}}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
-def test_the_official_client_receives_tool_calls(worker: HttpWorker, choice: Any, reason: str, stream: bool) -> None:
+def test_the_official_client_receives_tool_calls(worker, choice, reason, stream):
     """As instructor, pydantic-ai and langchain ask for a structure; its stream puts the pieces together."""
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -86,7 +83,7 @@ def test_the_official_client_receives_tool_calls(worker: HttpWorker, choice: Any
     assert after.choices[0].message.tool_calls is None
 
 
-def test_http_and_grpc_generate_the_same_structured_output(worker: HttpWorker) -> None:
+def test_http_and_grpc_generate_the_same_structured_output(worker):
     """And every kind of them does what it says, in a batch of four sequences."""
     schema = json.dumps(Person.model_json_schema())
     pairs: list[tuple[dict[str, Any], pb.StructuredOutput]] = [
@@ -150,7 +147,7 @@ def test_http_and_grpc_generate_the_same_structured_output(worker: HttpWorker) -
         ({"guided_json": {"type": "object"}}, "guided_json", 'write structured_outputs: {"json": …} instead'),
     ],
 )
-def test_what_is_wrong_is_named(worker: HttpWorker, fields: dict[str, Any], param: str, words: str) -> None:
+def test_what_is_wrong_is_named(worker, fields, param, words):
     answer = post(worker, **fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -161,7 +158,7 @@ def test_what_is_wrong_is_named(worker: HttpWorker, fields: dict[str, Any], para
 
 
 @pytest.mark.parametrize("choice", ["\x7f", "".join(map(chr, range(32))), '"\\', "\x80\u2028\ufffe", "\U0001f642"])
-def test_a_choice_may_hold_any_character(worker: HttpWorker, choice: str) -> None:
+def test_a_choice_may_hold_any_character(worker, choice):
     """Story: DEL, which JSON strings may contain and Lark's may not, was a "lexer error"."""
     answer = post(worker, structured_outputs={"choice": [choice]}, max_tokens=100)
     assert answer.status_code == 200, answer.text
@@ -182,7 +179,7 @@ class Pet(pydantic.BaseModel, extra="forbid"):
     pet: Cat | Dog = pydantic.Field(discriminator="kind")
 
 
-def test_one_of_is_read_as_any_of(worker: HttpWorker) -> None:
+def test_one_of_is_read_as_any_of(worker):
     """Story: for pydantic's unions the library asked for an option that no caller could set."""
     for schema in (Pet.model_json_schema(), Pet.model_json_schema(mode="serialization")):
         assert "oneOf" in json.dumps(schema)
@@ -196,7 +193,7 @@ def test_one_of_is_read_as_any_of(worker: HttpWorker) -> None:
     assert post(worker, structured_outputs={"json": overlapping}).status_code == 200
 
 
-def test_a_worker_without_llguidance_names_the_extra(worker: HttpWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_llguidance_names_the_extra(worker, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = post(worker, structured_outputs={"regex": "never asked for before"})
     assert answer.status_code == 400
@@ -205,9 +202,7 @@ def test_a_worker_without_llguidance_names_the_extra(worker: HttpWorker, monkeyp
 
 @pytest.mark.parametrize("wanted", [{"grammar": 'start: "a" start'}, {"json": {"const": "<|endoftext|>"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_fails_while_generating_is_a_client_error(
-    worker: HttpWorker, wanted: dict[str, Any], stream: bool
-) -> None:
+def test_a_grammar_that_fails_while_generating_is_a_client_error(worker, wanted, stream):
     """Story: it was a 500 that asked to try again, which the official clients do."""
     answer = post(worker, structured_outputs=wanted, stream=stream)
     assert stream or answer.status_code == 400

@@ -1,7 +1,5 @@
 """A background task that ends is noticed: it is restarted and counted, or ends the process."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pauses(monkeypatch):
     monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
 
 
@@ -63,20 +61,20 @@ async def waits_for_what_is_cancelled() -> None:
     await call
 
 
-async def test_a_task_that_ends_is_restarted_and_counted() -> None:
+async def test_a_task_that_ends_is_restarted_and_counted():
     await kept_through(failing, returns, waits_for_what_is_cancelled)
 
 
 @pytest.mark.parametrize(
     ("work", "words"), [(failing, "broken"), (returns, "without a reason"), (cancelled_from_within, "without a reason")]
 )
-async def test_a_task_that_must_not_end_fails_however_it_ends(work: Any, words: str) -> None:
+async def test_a_task_that_must_not_end_fails_however_it_ends(work, words):
     supervisor = Supervisor()
     supervisor.start("a task", work())
     assert str(await supervisor.failure) == f"a task has ended: {words}"
 
 
-async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is() -> None:
+async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is():
     supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
     thread.start()
     supervisor.start("a task", asyncio.sleep(60))
@@ -87,7 +85,7 @@ async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is() -> None:
     assert str(await again.failure) == "a thread has ended: its thread is dead"
 
 
-async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch):
     """Story: a task that failed while it was being cancelled was restarted, and `stop` did not return."""
     monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
 
@@ -121,7 +119,7 @@ async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkey
 
 
 @pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
-async def test_one_failure_ends_all_concurrent_tasks(work: Any, error: str) -> None:
+async def test_one_failure_ends_all_concurrent_tasks(work, error):
     ended = []
 
     async def other() -> None:
@@ -135,7 +133,7 @@ async def test_one_failure_ends_all_concurrent_tasks(work: Any, error: str) -> N
     assert ended == ["other"]
 
 
-async def test_the_first_failure_of_another_thread_is_raised() -> None:
+async def test_the_first_failure_of_another_thread_is_raised():
     supervisor = Supervisor()
     supervisor.check()
 
@@ -150,7 +148,7 @@ async def test_the_first_failure_of_another_thread_is_raised() -> None:
         supervisor.check()
 
 
-async def test_a_callback_that_fails_is_counted() -> None:
+async def test_a_callback_that_fails_is_counted():
     supervisor = Supervisor()
     asyncio.get_running_loop().call_soon(lambda: 1 / 0)
     await asyncio.sleep(0.01)
@@ -171,7 +169,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_whose_loop_hangs_ends_with_a_message_and_code_1() -> None:
+def test_a_process_whose_loop_hangs_ends_with_a_message_and_code_1():
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "its event loop hangs" in done.stdout + done.stderr

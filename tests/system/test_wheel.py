@@ -22,7 +22,7 @@ def build(source: Path, kind: str, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     """A copy of what is tracked: setuptools leaves build/ and an egg-info behind."""
     copy = tmp_path_factory.mktemp("wheel") / "checkout"
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -36,11 +36,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(checkout: Path) -> Path:
+def wheel(checkout):
     return build(checkout, "wheel", checkout.parent)
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_what_is_imported_is_declared():
     """huggingface_hub and uvicorn were there only because something else wanted them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
@@ -62,7 +62,7 @@ BESIDE_VLLM = {
 PINNED_BY_VLLM = {"torch", "transformers", "fastapi", "llguidance", "huggingface-hub", "tokenizers", "safetensors"}
 
 
-def test_the_base_package_changes_nothing_next_to_vllm() -> None:
+def test_the_base_package_changes_nothing_next_to_vllm():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base = {normal(each.name): each for each in map(Requirement, project["dependencies"])}
     assert not base.keys() & PINNED_BY_VLLM
@@ -96,7 +96,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_and_all_data(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     tops = [path.name for path in (ROOT / "proto" / "speclen").iterdir() if path.is_symlink()]
     wanted = {
@@ -115,7 +115,7 @@ def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
     assert wanted <= held, sorted(wanted - held)[:10]
 
 
-def test_an_installed_wheel_answers(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_answers(wheel, tmp_path):
     """Unpacked where nothing else of the project is, every verb's help comes from the wheel."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (

@@ -1,16 +1,12 @@
 """A worker whose engine has ended answers every request with an error and exits; other tasks are restarted."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -27,7 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
 
 
 @pytest.fixture
-def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
+def start(folders, tmp_path):
     children: list[Child] = []
 
     def start_one(part: str, *options: str) -> Child:
@@ -49,7 +45,7 @@ def start(folders: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
         child.stop(timeout_s=10.0)
 
 
-def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any) -> None:
+def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start):
     http = free_address()
     worker = start("engine", "--controller", "", "--http-listen", http, "--drain-timeout-s", "600")
     place = ("127.0.0.1", int(http.rpartition(":")[2]))
@@ -85,7 +81,7 @@ def number(page: str, sample: str) -> float:
     return float(re.search(rf"^{sample} (\S+)$", httpx.get(f"http://{page}/metrics").text, re.MULTILINE)[1])
 
 
-def test_a_worker_without_a_controller_bounds_its_reports(start: Any) -> None:
+def test_a_worker_without_a_controller_bounds_its_reports(start):
     page = free_address()
     worker = start("few", "--controller", "", "--metrics-listen", page)
     with grpc.insecure_channel(worker.address) as channel:
@@ -95,14 +91,14 @@ def test_a_worker_without_a_controller_bounds_its_reports(start: Any) -> None:
     until(lambda: number(page, r"speclen_reports_buffered\{.*\}") <= 3)
 
 
-def test_an_engine_that_does_not_stop_is_abandoned(start: Any) -> None:
+def test_an_engine_that_does_not_stop_is_abandoned(start):
     worker = start("hang", "--controller", "", "--drain-timeout-s", "0.1")
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(PATIENCE_S) == 1
     assert "has not stopped" in worker.last_line()
 
 
-def test_failing_reporting_is_restarted_and_counted_while_the_worker_serves(start: Any) -> None:
+def test_failing_reporting_is_restarted_and_counted_while_the_worker_serves(start):
     page = free_address()
     worker = start("reporting", "--controller", free_address(), "--metrics-listen", page)
     until(lambda: number(page, r'speclen_part_failures_total\{.*part="reporting"\}') >= 2)

@@ -1,7 +1,5 @@
 """The step benchmark times full batches alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from speclen.bench import step as step_benchmark
@@ -10,13 +8,13 @@ from speclen.bench.generate import generate
 from speclen.records import Arm
 from speclen.worker.arms import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.models.loading import load_pair
 from tests.support import tiny_models
 from tests.support.engines import check_greedy, request
 
 
 @pytest.fixture
-def pair(folders: tuple[str, str]) -> ModelPair:
+def pair(folders):
     return load_pair(*folders, "cpu", "float32")
 
 
@@ -24,7 +22,7 @@ PROMPTS = [tuple(range(5, 17)), tuple(range(40, 52)), tuple(range(90, 102))]
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
-def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
+def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair, length):
     engine = Engine(pair, EngineConfig(3, 4, backend="torch"), FixedArm(Arm(length)))
     for prompt, ids in zip(PROMPTS, generate(engine, PROMPTS, [20] * 3), strict=True):
         assert len(ids) == 20
@@ -39,7 +37,7 @@ def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pai
         assert not record.flags
 
 
-def test_ratios_are_taken_repeat_by_repeat() -> None:
+def test_ratios_are_taken_repeat_by_repeat():
     """A repeat in which the machine was half as fast leaves each ratio as it was."""
     assert ratio([200, 100], [100, 50]) == spread([2.0, 2.0])
     figures = spread([3.0, 1.0, 2.0])

@@ -1,7 +1,5 @@
 """Logits that are NaN or infinite end their own request with an error, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from speclen.worker.frontend.async_engine import error_of
-from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, RequestFailedError
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
@@ -37,7 +34,7 @@ def damaged(model: Any, **tokens: float) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair() -> ModelPair:
+def pair():
     target, draft = engines.models("llama")
     broken = {f"t{NAN}": math.nan, f"t{INF}": math.inf}
     return make_pair(target=damaged(target, **broken), draft=damaged(draft, **broken, **{f"t{DRAFT_NAN}": math.nan}))
@@ -48,7 +45,7 @@ def harmless(seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_requests_with_non_finite_logits_fail_alone(pair: ModelPair, backend: str) -> None:
+def test_requests_with_non_finite_logits_fail_alone(pair, backend):
     """Story: a damaged embedding gave an empty answer marked as complete, and JSON that no client could parse."""
     bias = {NAN: -100.0, INF: -100.0}
     good = [
@@ -85,7 +82,7 @@ def check_failed(collected: Collected, name: str, index: int = 0) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
-def test_tokens_before_a_non_finite_logit_are_emitted(pair: ModelPair, length: int) -> None:
+def test_tokens_before_a_non_finite_logit_are_emitted(pair, length):
     """The model is made to write the token that breaks it."""
     plain = generate(make_engine(pair, 0), request("x", [30, 31, 32], max_tokens=9, ignore_eos=True)).ids("x")
     target = damaged(pair.target, **{f"t{plain[5]}": math.nan})
@@ -96,7 +93,7 @@ def test_tokens_before_a_non_finite_logit_are_emitted(pair: ModelPair, length: i
     check_failed(collected, "x")
 
 
-def test_a_draft_with_non_finite_logits_changes_no_output(pair: ModelPair) -> None:
+def test_a_draft_with_non_finite_logits_changes_no_output(pair):
     prompt = [30, DRAFT_NAN, 31, 32]
     for kind, settings in KINDS.items():
         if kind == "drawn":
@@ -116,7 +113,7 @@ def rules(temperature: float, seed: int | None) -> list[Any]:
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5), (1.0, None)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_sequences_end_where_their_logits_are_not_finite(temperature: float, seed: int | None, value: float) -> None:
+def test_sequences_end_where_their_logits_are_not_finite(temperature, seed, value):
     """The draft agrees with the target everywhere: only what breaks cuts."""
     certain = torch.full((3, 4, 8), -50.0)
     certain[:, :, 2] = 50.0

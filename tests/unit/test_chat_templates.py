@@ -1,7 +1,5 @@
 """A chat template gets every message in a form that it reads, and its errors are reported to the caller."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Sequences longer than the draft's positions, and models whose positions exceed the memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -25,7 +23,7 @@ DRAFT_CONTEXT = 48
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arm", [Arm(8), Arm(4, ngram=True)], ids=str)
-def test_sequences_beyond_the_drafts_context_are_unchanged_by_drafting(arm: Arm, backend: str) -> None:
+def test_sequences_beyond_the_drafts_context_are_unchanged_by_drafting(arm, backend):
     """Story: a draft with 256 positions cut the target's context of 2,048 in silence."""
     # Its positions are learned, so that one too many is an error.
     draft = tiny_models.build("opt", max_position_embeddings=DRAFT_CONTEXT)
@@ -43,7 +41,7 @@ def test_sequences_beyond_the_drafts_context_are_unchanged_by_drafting(arm: Arm,
         assert len(plain.ids(*key)) == 24
 
 
-def test_drafting_continues_next_to_sequences_beyond_the_drafts_context() -> None:
+def test_drafting_continues_next_to_sequences_beyond_the_drafts_context():
     pair = make_pair(draft_context_length=DRAFT_CONTEXT)
     engine = make_engine(pair, 3)
     assert engine.max_context_length == tiny_models.MAX_POSITIONS
@@ -57,7 +55,7 @@ def test_drafting_continues_next_to_sequences_beyond_the_drafts_context() -> Non
     assert 0 < growing.num_draft_tokens <= 3 * 6
 
 
-def test_a_draft_with_fewer_positions_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_with_fewer_positions_is_one_warning(tmp_path, caplog):
     target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
     draft = tiny_models.save(tiny_models.build("llama", max_position_embeddings=64), tmp_path / "draft")
     with caplog.at_level(logging.WARNING):
@@ -69,9 +67,7 @@ def test_a_draft_with_fewer_positions_is_one_warning(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_billion_positions_cost_no_more_than_those_in_use(
-    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_billion_positions_cost_no_more_than_those_in_use(tmp_path, backend, caplog):
     """Story: `max_position_embeddings` of a billion took 23 GB in 50 seconds."""
     folder = Path(tiny_models.save(tiny_models.build("llama"), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -87,7 +83,7 @@ def test_a_billion_positions_cost_no_more_than_those_in_use(
     assert [one for one in caplog.records if "sequences may hold" in one.message]
 
 
-def test_rotary_angles_grow_with_the_positions_in_use() -> None:
+def test_rotary_angles_grow_with_the_positions_in_use():
     model = tiny_models.build("llama", max_position_embeddings=4 * FIRST_POSITIONS)
     shapes = inspect_layers(model, "llama")
     install(model)

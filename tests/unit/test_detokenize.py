@@ -1,7 +1,5 @@
 """Streamed pieces add up to the text of all tokens; no piece ends inside a character or shows part of a stop string."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -22,7 +20,7 @@ from tests.support import tiny_models
 
 
 @pytest.mark.parametrize("text", ["🙂 é北", "naïve", "tab\t\x85\xad"])
-def test_the_bytes_of_tokens_put_together_are_the_texts(text: str) -> None:
+def test_the_bytes_of_tokens_put_together_are_the_texts(text):
     """Also of those that have no text by themselves, being a part of a character."""
     tokenizer = tiny_models.tokenizer()
     token_bytes = make_token_bytes(tokenizer)
@@ -32,7 +30,7 @@ def test_the_bytes_of_tokens_put_together_are_the_texts(text: str) -> None:
     assert bytes(byte for each in told["content"] for byte in each["bytes"]) == text.encode()
 
 
-def test_tokens_named_by_their_ids_keep_their_bytes() -> None:
+def test_tokens_named_by_their_ids_keep_their_bytes():
     tokenizer = tiny_models.tokenizer()
     decode, ids = make_decode(tokenizer, False), tokenizer.encode("é")
     logprobs = [TokenLogprobs(-1.0, (token, 9), (-1.0, -2.0)) for token in ids]
@@ -45,7 +43,7 @@ def test_tokens_named_by_their_ids_keep_their_bytes() -> None:
     assert told["top_logprobs"][0] == {f"token_id:{ids[0]}": -1.0, "token_id:9": -2.0}
 
 
-def test_a_byte_that_has_a_number_for_a_name() -> None:
+def test_a_byte_that_has_a_number_for_a_name():
     class Vocabulary:
         def convert_ids_to_tokens(self, token: int) -> str | None:
             return ["<0xE2>", "▁word", None][token]
@@ -72,7 +70,7 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
     return made(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True), decoder)
 
 
-def test_bytes_that_never_form_a_character_are_emitted() -> None:
+def test_bytes_that_never_form_a_character_are_emitted():
     detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
     broken = tiny_models.tokenizer().encode("é")[:1]
     shown = "".join(detokenizer.push(broken) for _ in range(200))
@@ -81,21 +79,21 @@ def test_bytes_that_never_form_a_character_are_emitted() -> None:
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 2])
-def test_half_a_character_at_the_end_of_the_prompt_is_not_emitted(num_output: int) -> None:
+def test_half_a_character_at_the_end_of_the_prompt_is_not_emitted(num_output):
     half = tiny_models.tokenizer().encode("a🙂")[:-1]
     detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), half)
     output = tiny_models.tokenizer().encode("bc")[:num_output]
     assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
 
 
-def test_half_a_character_of_byte_tokens_in_the_prompt_is_not_emitted() -> None:
+def test_half_a_character_of_byte_tokens_in_the_prompt_is_not_emitted():
     decode = make_decode(sentencepiece_style(), True)
     prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
     assert Detokenizer(decode, prompt).push([1]) == " the"
     assert Detokenizer(decode, prompt).push([5 + byte for byte in "🙂".encode()[-2:]]) == "🙂"
 
 
-def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
+def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character():
     """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
     prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
     assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
@@ -117,7 +115,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_text_is_independent_of_how_tokens_are_split(name: str, skip: bool) -> None:
+def test_the_text_is_independent_of_how_tokens_are_split(name, skip):
     """Random ids, a random part of them as prompt, in random steps; special tokens more often than others.
 
     If bytes are not text, all splits give the same result; otherwise they also agree with the tokenizer.
@@ -150,7 +148,7 @@ SPECIAL = {0: "<|end|>", 1: "<s>", 2: "</s>"}
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_with_special_tokens_are_found_in_the_text_that_has_them(include: bool) -> None:
+def test_stop_strings_with_special_tokens_are_found_in_the_text_that_has_them(include):
     """Against a search of both texts, with special tokens and without, after every token, on random ones."""
     generator, pieces = random.Random(f"special {include}"), ["a", "b", "!", "a!", *SPECIAL]
     for _ in range(3000):

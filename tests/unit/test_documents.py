@@ -61,7 +61,7 @@ def test_settings_in_examples_are_settings(document):
                 checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
 
 
-def test_deployments_name_settings_and_flags_that_exist() -> None:
+def test_deployments_name_settings_and_flags_that_exist():
     files = [
         *(ROOT / "deploy").rglob("*.yaml"),
         *(ROOT / "deploy").rglob("*.service"),

@@ -1,7 +1,5 @@
 """Directory of an embedded controller, the controller that serves a database, and the database that a verb reads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

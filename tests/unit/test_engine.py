@@ -1,7 +1,5 @@
 """Promises to callers: reproducible seeds, exact distributions, cancelling; and which sequences draft or propose n-grams."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -31,7 +29,7 @@ from tests.support.engines import (
 )
 
 
-def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted() -> None:
+def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted():
     """Tokens beyond the end are not delivered and must not make a length look better. The draft is the target itself."""
     target, _ = engines.models("llama")
     script = script_of(5, 5)
@@ -43,7 +41,7 @@ def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted() -> None:
 # Sampling.
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> None:
+def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths():
     """Promised in float32 on one machine: noise goes by seed, sequence and position, and drafts do not change a choice."""
     settings = {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "max_tokens": 24, "seed": 5, "n": 2}
     alone = generate(make_engine(chooser=0), request("x", PROMPT, **settings))
@@ -63,7 +61,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> No
     assert other.ids("x", 0) != alone.ids("x", 0)
 
 
-def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
+def test_penalties_and_bias_act_the_same_with_and_without_drafts():
     """Greedy decoding under edits, against a loop that applies them one token at a time."""
     settings = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "max_tokens": 30}
     edits = {**settings, "logit_bias": {7: 2.0, 8: -100.0}, "min_tokens": 20}
@@ -90,7 +88,7 @@ def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
     assert engine.load().num_accepted_tokens > 0
 
 
-def test_log_probabilities_are_the_targets() -> None:
+def test_log_probabilities_are_the_targets():
     settings = {"temperature": 0.8, "top_k": 5, "max_tokens": 12, "ignore_eos": True, "seed": 3}
     requests = [request(str(k), PROMPT, **settings, logprobs=k) for k in (0, 3)]
     collected = generate(make_engine(chooser=3), *requests, request("none", PROMPT, **settings))
@@ -107,7 +105,7 @@ def test_log_probabilities_are_the_targets() -> None:
     assert not any(output.logprobs for output in collected.outputs["none", 0])
 
 
-def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
+def test_sequences_of_one_prompt_share_its_keys_and_values():
     """Greedy copies are identical, and the prompt is fed once, not five times."""
     engine, fed = make_engine(max_batch_size=5), []
     honest = engine.target.forward
@@ -116,7 +114,7 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
         fed.extend(part.num_queries for part in parts if part.num_queries > 1 == part.num_logits)
         return honest(parts)
 
-    engine.target.forward = counting  # type: ignore[method-assign]
+    engine.target.forward = counting
     collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
     assert sum(fed) == len(PROMPT)
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}
@@ -127,14 +125,14 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
 # Speculation lengths.
 
 
-def test_length_0_never_runs_the_draft() -> None:
+def test_length_0_never_runs_the_draft():
     engine = make_engine(chooser=0)
     generate(engine, request("first", PROMPT, max_tokens=3))  # the first step has yet to learn that nothing is drafted
 
     def forbidden(*args: object, **options: object) -> None:
         raise AssertionError("the draft ran")
 
-    engine.draft.forward = forbidden  # type: ignore[method-assign]
+    engine.draft.forward = forbidden
     assert generate(engine, request("x", PROMPT, max_tokens=20)).reason("x") is not FinishReason.ABORT
     assert engine.load().num_draft_tokens == 0
 
@@ -145,7 +143,7 @@ def script_of(*lengths: int) -> Arms:
 
 
 @pytest.mark.parametrize("between", [[Arm()] * 2, [Arm()] * 30, [Arm(0, ngram=True)] * 3])
-def test_the_draft_catches_up_after_steps_without_it_and_the_step_is_flagged(between: list[Arm]) -> None:
+def test_the_draft_catches_up_after_steps_without_it_and_the_step_is_flagged(between):
     """Story: a stale draft made acceptance look low for good. A draft that is the target must stay perfect."""
     target, _ = engines.models("llama")
     script = Arms(Arm(2), *between, Arm(3))
@@ -160,9 +158,7 @@ def test_the_draft_catches_up_after_steps_without_it_and_the_step_is_flagged(bet
 
 
 @pytest.mark.parametrize("slow_changes", [False, True])
-def test_the_first_steps_of_another_length_are_flagged_where_the_backend_takes_longer_for_it(
-    slow_changes: bool,
-) -> None:
+def test_the_first_steps_of_another_length_are_flagged_where_the_backend_takes_longer_for_it(slow_changes):
     """Steps are not flagged if only sequences ended, since that is part of ordinary step times."""
     script = script_of(2, 2, 3, 3, 0, 0, 2)
     engine = make_engine(chooser=script)
@@ -185,7 +181,7 @@ def test_the_first_steps_of_another_length_are_flagged_where_the_backend_takes_l
 
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])
-def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
+def test_abort_frees_the_row_before_the_next_step(moment):
     engine = make_engine(max_batch_size=1 if moment == "waiting" else 4, prefill_chunk=4)
     collected = Collected()
     engine.submit(request("other", PROMPT[:2], max_tokens=40, ignore_eos=True), collected)
@@ -213,7 +209,7 @@ def ngram_engine(chooser: object, **settings: object) -> engines.Engine:
     return make_engine(chooser=chooser, **{"ngram": True, **settings})
 
 
-def test_without_a_draft_model_n_grams_are_proposed() -> None:
+def test_without_a_draft_model_n_grams_are_proposed():
     chooser, pair = Arms(Arm(3, ngram=True)), make_pair(draft=None)
     pair.draft = None
     engine = make_engine(pair, chooser, ngram=True, max_speculation_length=0)
@@ -225,7 +221,7 @@ def test_without_a_draft_model_n_grams_are_proposed() -> None:
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
-def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend: str) -> None:
+def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend):
     """Outputs whose second token is an n-gram's, drafted, or neither. 20.5: once in 1,000 seeds."""
     target, _ = engines.models("llama")
     first = int(engines.plain_logits(target, PROMPT)[-1].argmax())
@@ -243,7 +239,7 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend: s
     assert engine.load().num_ngram_tokens > 100
 
 
-def test_catching_up_after_n_gram_steps_is_part_of_mixed_arms() -> None:
+def test_catching_up_after_n_gram_steps_is_part_of_mixed_arms():
     """Only where drafting was off before is such a step no usable sample of what the arm takes."""
     both, odd = Arm(3, ngram=True), random.Random(0).sample(range(3, 60), k=30)
     chooser = Arms(both)

@@ -4,8 +4,6 @@ Outputs of greedy requests, and of those with a seed, do not depend on what is p
 outputs that it generated under some arm, and others generate them again under every other arm.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -22,7 +20,7 @@ LIMITS = Limits(4, MAX_LENGTH, ngram=True)
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch):
     """Every output is evaluated as a whole."""
     for name in ("SHARE", "LATER_SHARE", "MAX_CREDIT_S", "MAX_S"):
         monkeypatch.setattr(evaluating, name, 1e6)
@@ -64,7 +62,7 @@ def some_tokens(generator: random.Random, num_tokens: int) -> EvaluatedTokens:
 
 @pytest.mark.parametrize("ngram", [False, True])
 @pytest.mark.parametrize("longest", [0, 1, 8])
-def test_counts_are_those_of_a_simulation_step_by_step(longest: int, ngram: bool) -> None:
+def test_counts_are_those_of_a_simulation_step_by_step(longest, ngram):
     generator, limits = random.Random(longest), Limits(1, longest, ngram)
     for _ in range(50):
         tokens = some_tokens(generator, generator.randint(1, 70))
@@ -72,7 +70,7 @@ def test_counts_are_those_of_a_simulation_step_by_step(longest: int, ngram: bool
         assert [*count_steps(tokens, limits)] == [*zip(*expected, strict=True)]
 
 
-def test_n_grams_of_a_part_are_those_of_the_whole() -> None:
+def test_n_grams_of_a_part_are_those_of_the_whole():
     generator = random.Random(0)
     text = [generator.randrange(4) for _ in range(300)]
     whole, part = evaluate_ngrams(text, 1), evaluate_ngrams(text, 200)
@@ -94,7 +92,7 @@ def requests_of(generator: random.Random) -> list:
     return made
 
 
-def test_an_evaluation_says_how_many_steps_every_arm_takes(always: None) -> None:
+def test_an_evaluation_says_how_many_steps_every_arm_takes(always):
     for one in requests_of(random.Random(1)):
         chooser = Arms(Arm(2), wants_evaluations=True)
         first = generate(engine_of(chooser), one).ids(one.request_id)
@@ -106,7 +104,7 @@ def test_an_evaluation_says_how_many_steps_every_arm_takes(always: None) -> None
             assert told.num_steps[at] == len(played.records), (one.sampling, arm)
 
 
-def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeypatch):
     monkeypatch.setattr(evaluating, "SHARE", 0.0)
     monkeypatch.setattr(evaluating, "NGRAM_SHARE", 1e6)
     for one in requests_of(random.Random(1)):
@@ -122,7 +120,7 @@ def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeyp
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_evaluations_change_nothing_of_what_is_generated(always: None, seeded: bool) -> None:
+def test_evaluations_change_nothing_of_what_is_generated(always, seeded):
     """Sequences continue next to one that is evaluated; prompts of ended ones are cached with their outputs."""
     generator = random.Random(5)
 
@@ -145,7 +143,7 @@ def test_evaluations_change_nothing_of_what_is_generated(always: None, seeded: b
             check_greedy(engine.pair.target, one, collected.ids(one.request_id))
 
 
-def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: None) -> None:
+def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always):
     """Rejection sampling accepts with chance sum(min(target, draft)); evaluations must foresee about as many tokens.
 
     Some 2,500 tokens: a difference of 0.05 in tokens per step has odds below 1e-3 by chance.
@@ -164,7 +162,7 @@ def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: No
     assert num_tokens / num_steps == pytest.approx(ran, abs=0.07)
 
 
-def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch):
     chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
     engine = engine_of(chooser)
 
@@ -181,7 +179,7 @@ def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch: pytest.Mon
     assert 2 <= len(whole) <= 1 + evaluating.SHARE * step_s
 
 
-def test_a_failing_evaluation_ends_no_request(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_evaluation_ends_no_request(always, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -194,7 +192,7 @@ def test_a_failing_evaluation_ends_no_request(always: None, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("settings", [{"fixed_length": 2}, {"frequency_penalty": 0.5}, {"max_tokens": 4}])
-def test_unusual_requests_are_not_evaluated(always: None, settings: dict[str, object]) -> None:
+def test_unusual_requests_are_not_evaluated(always, settings):
     """They look back, have their own length, or are too short to say anything."""
     chooser = Arms(Arm(2), wants_evaluations=True)
     generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))
@@ -202,7 +200,7 @@ def test_unusual_requests_are_not_evaluated(always: None, settings: dict[str, ob
 
 
 @pytest.mark.parametrize("chunk", [3, 16, 1000])
-def test_a_long_output_is_evaluated_in_pieces(always: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_output_is_evaluated_in_pieces(always, chunk, monkeypatch):
     """However it is cut, and whatever of it the draft model holds already."""
     monkeypatch.setattr(evaluating, "SIZES", 1)
     told = []

@@ -1,7 +1,5 @@
 """Callers take turns, and no place is lost by cancellation; outputs reach their stream in order, with few wake-ups."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -45,7 +43,7 @@ class Requests:
             await self.doors[name].wait()
 
 
-async def test_callers_take_turns() -> None:
+async def test_callers_take_turns():
     requests = Requests(FairQueue(1, 10))
     await requests.come("a1", "a2", "a3", "a4", "b1", "c1", "b2")
     for at in range(6):
@@ -53,7 +51,7 @@ async def test_callers_take_turns() -> None:
     assert requests.entered == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
+async def test_a_full_queue_is_shared_with_a_caller_who_comes_late():
     requests = Requests(FairQueue(1, 4))
     await requests.come("a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
     await asyncio.sleep(0)
@@ -65,7 +63,7 @@ async def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
     assert requests.fair_queue.num_waiting == 4
 
 
-async def test_a_full_queue_names_the_setting_and_its_value() -> None:
+async def test_a_full_queue_names_the_setting_and_its_value():
     """A quarter of the slots' number waits in the engine, and was left out of the number."""
     pair: Any = SimpleNamespace(tokenizer=tiny_models.tokenizer(), vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=[0])
     admission = Admission(pair, 256, 4, 8)
@@ -79,7 +77,7 @@ async def test_a_full_queue_names_the_setting_and_its_value() -> None:
         await aside.enter("b")
 
 
-async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free() -> None:
+async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free():
     """Otherwise cancelled callers leave work behind: texts of 4 MiB each once accumulated without bound."""
 
     aside, blocked, done = Aside("aside", 100), threading.Event(), []
@@ -101,7 +99,7 @@ async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free() -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_place_is_lost_under_random_cancellation(seed: int) -> None:
+async def test_no_place_is_lost_under_random_cancellation(seed):
     """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""
 
     generator = random.Random(seed)
@@ -127,7 +125,7 @@ async def after_a_stay(fair_queue: FairQueue, seconds: float) -> Requests:
     return Requests(fair_queue)
 
 
-async def test_a_request_that_would_wait_too_long_is_refused_with_an_estimate() -> None:
+async def test_a_request_that_would_wait_too_long_is_refused_with_an_estimate():
     requests = await after_a_stay(FairQueue(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
     await requests.come("a1", "a2", "a3", "a4", "a5")
     assert requests.fair_queue.num_waiting == 3
@@ -138,7 +136,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_with_an_estimate() 
     assert requests.fair_queue.num_waiting == 4
 
 
-async def test_a_request_with_too_short_a_deadline_is_refused_at_once() -> None:
+async def test_a_request_with_too_short_a_deadline_is_refused_at_once():
     requests = await after_a_stay(FairQueue(1, 100), 2.0)
     await requests.come("a1")
     with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
@@ -147,7 +145,7 @@ async def test_a_request_with_too_short_a_deadline_is_refused_at_once() -> None:
     assert requests.fair_queue.num_waiting == 1
 
 
-async def test_further_sequences_of_an_admitted_request_are_not_refused() -> None:
+async def test_further_sequences_of_an_admitted_request_are_not_refused():
     fair_queue = (await after_a_stay(FairQueue(1, 1, max_wait_s=3.0), 10.0)).fair_queue
     entered_at = await fair_queue.enter("a")
     more = [asyncio.create_task(fair_queue.enter("a", begun=True)) for _ in range(3)]

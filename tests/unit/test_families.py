@@ -1,7 +1,5 @@
 """Families of transformers that are served or refused with a reason: the table of docs/guides/serving.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -84,17 +82,17 @@ def build(family: str, settings: dict[str, Any], backend: str = "torch") -> None
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_families_that_are_served(family: str) -> None:
+def test_families_that_are_served(family):
     build(family, SERVED[family])
 
 
-def test_a_model_that_moves_a_bias_with_its_output_layer_runs_on_openvino() -> None:
+def test_a_model_that_moves_a_bias_with_its_output_layer_runs_on_openvino():
     pytest.importorskip("openvino")
     build("bert", SERVED["bert"], "openvino")
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_families_that_are_refused_in_one_sentence(family: str) -> None:
+def test_families_that_are_refused_in_one_sentence(family):
     reason, settings = REFUSED[family]
     with pytest.raises(ModelError, match=f"^{family}: .*{reason}") as error:
         build(family, settings)
@@ -102,7 +100,7 @@ def test_families_that_are_refused_in_one_sentence(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text"])
-def test_prompts_of_any_length_where_layers_share_keys_and_values(family: str) -> None:
+def test_prompts_of_any_length_where_layers_share_keys_and_values(family):
     """Story: with prompts or last chunks of 2, 3, 5 or 8 tokens every request was aborted."""
     target = tiny_models.build(family, **SERVED[family])
     pair = make_pair(target=target, draft=tiny_models.noisy_copy(target), target_name=family)

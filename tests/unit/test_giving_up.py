@@ -1,7 +1,5 @@
 """Requests that are aborted, cancelled or failed end at once, with the right status, and free their slots."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -18,13 +16,13 @@ from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 
-async def test_abort_ends_running_and_waiting_requests() -> None:
+async def test_abort_ends_running_and_waiting_requests():
     async with served(rows=1) as at:
         names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
         tasks = []
         for number, name in enumerate(names):
             tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=ENDLESS))))
-            await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
+            await until(lambda number=number: at.async_engine.num_open == number + 1)
         await until(lambda: at.async_engine.admission.num_waiting == 2)
         wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
         assert (await at.stub.Abort(wanted)).num_aborted == 2
@@ -37,7 +35,7 @@ async def test_abort_ends_running_and_waiting_requests() -> None:
         assert at.async_engine.num_open == 0
 
 
-async def test_abort_ends_a_request_that_is_being_tokenized() -> None:
+async def test_abort_ends_a_request_that_is_being_tokenized():
     async with served() as at:
         go_on, encoder = threading.Event(), at.async_engine.admission.encoder
         other = asyncio.create_task(encoder.aside.do("other", go_on.wait))  # another's text is in hand
@@ -55,7 +53,7 @@ async def test_abort_ends_a_request_that_is_being_tokenized() -> None:
         assert (await at.stub.Abort(wanted)).num_aborted == 0
 
 
-async def test_a_cancelled_request_id_can_be_reused_at_once() -> None:
+async def test_a_cancelled_request_id_can_be_reused_at_once():
     """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
 
     async with served(rows=1) as at:
@@ -73,7 +71,7 @@ async def test_a_cancelled_request_id_can_be_reused_at_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
-async def test_waiting_for_the_engine_ends_with_the_engine(end: str) -> None:
+async def test_waiting_for_the_engine_ends_with_the_engine(end):
     async with served(rows=1) as at:
 
         async def ask() -> None:
@@ -97,7 +95,7 @@ async def test_waiting_for_the_engine_ends_with_the_engine(end: str) -> None:
             assert (await asyncio.wait([asking], timeout=PATIENCE_S))[0]
 
 
-async def test_an_abort_of_too_many_is_refused() -> None:
+async def test_an_abort_of_too_many_is_refused():
     async with served() as at:
         assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0
         with pytest.raises(aio.AioRpcError) as raised:

@@ -4,8 +4,6 @@ Greedy: token by token, the most likely of those that the grammar allows, whatev
 of a grammar over five tokens, with a matcher made here.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 
@@ -55,7 +53,7 @@ class TableMatcher:
         del self.read[len(self.read) - num_tokens :]
         return True
 
-    def deep_copy(self) -> TableMatcher:
+    def deep_copy(self):
         assert not self.dead
         return TableMatcher(self.table, list(self.read), self.poison, self.unreadable)
 
@@ -73,7 +71,7 @@ class TableMatcher:
 TABLE = {-1: [0, 2, 3], 0: [0, 1, 2], 1: [0, 2, END], 2: [0, 1, 2, 3], 3: [1, 3]}
 
 
-def test_sampling_follows_the_restricted_target_whatever_is_drafted() -> None:
+def test_sampling_follows_the_restricted_target_whatever_is_drafted():
     """Exact enumeration: over every draft of two tokens, what is accepted and what is recovered add up to the target's."""
     batch = BatchSampling([RowSampling(temperature=1.0)], torch.device("cpu"))
     grammars = StepGrammars([Grammar(TableMatcher(TABLE), VOCAB, [END]).start()])
@@ -100,7 +98,7 @@ def test_sampling_follows_the_restricted_target_whatever_is_drafted() -> None:
     assert total.tolist() == pytest.approx(law.tolist(), abs=1e-6)
 
 
-def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else() -> None:
+def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else():
     """min_tokens and ignore_eos keep an end away, but never against the grammar."""
     table = {-1: [0], 0: [0, END], 1: [END]}
     state = Grammar(TableMatcher(table), VOCAB, [END]).start([END], min_tokens=3)
@@ -115,7 +113,7 @@ def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else() -> N
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
-def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable: bool) -> None:
+def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable):
     """Story: a draft that the target rejected led a matcher over its limit, and the request ended with an error."""
     state = Grammar(TableMatcher(TABLE, poison=(2, 0, 1), unreadable=unreadable), VOCAB, [END]).start()
     assert state.append([2]) == 1
@@ -136,7 +134,7 @@ def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable: bo
     assert state.failure == "too complex"
 
 
-def test_an_end_where_the_grammar_has_none_is_a_failure() -> None:
+def test_an_end_where_the_grammar_has_none_is_a_failure():
     state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
     assert state.append([0, 1]) == 2
     assert state.append([END]) == 1

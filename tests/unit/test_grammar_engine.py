@@ -1,7 +1,5 @@
 """With a grammar an engine's output is the target's, restricted at every token to what the grammar allows."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -55,7 +53,7 @@ def structured(
     return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), length, grammar)
 
 
-def test_greedy_output_is_what_the_target_alone_may_write() -> None:
+def test_greedy_output_is_what_the_target_alone_may_write():
     """Rows with and without grammars in one batch, another length at every step, some with lengths of their own."""
     generator = random.Random(3)
     requests = []
@@ -88,7 +86,7 @@ def test_greedy_output_is_what_the_target_alone_may_write() -> None:
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 @pytest.mark.parametrize("length", [0, 4])
 @pytest.mark.parametrize(("kind", "wanted"), [("choice", ["ab{end}x"]), ("json_schema", {"const": "{end}"})])
-def test_a_grammar_that_fails_ends_its_own_request(kind: str, wanted: Any, length: int, penalty: float) -> None:
+def test_a_grammar_that_fails_ends_its_own_request(kind, wanted, length, penalty):
     """Story: if a grammar required the text of an end token, that token was allowed and the output ended as complete.
     With a penalty it was a server error, since there were no new tokens to count."""
     end = tiny_models.tokenizer().decode([tiny_models.EOS_ID])
@@ -105,7 +103,7 @@ def test_a_grammar_that_fails_ends_its_own_request(kind: str, wanted: Any, lengt
     assert collected.ids("good") == engines.generate(engines.make_engine(chooser=0), good).ids("good")
 
 
-def test_a_grammar_whose_masks_are_slow_gets_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_whose_masks_are_slow_gets_no_drafts(monkeypatch):
     """All sequences wait for the masks of one, and every proposed token needs another mask."""
     monkeypatch.setattr(structured_grammar, "SLOW_MASK_S", 0.0)
     chooser = Arms(Arm(3))

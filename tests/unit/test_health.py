@@ -1,7 +1,5 @@
 """The health service works with clients of grpcio-health-checking, without using that package."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests that the HTTP edge answers by itself: with a reason, and counted."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from collections.abc import Sequence

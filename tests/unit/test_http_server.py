@@ -1,13 +1,10 @@
 """The HTTP server's listening socket while the process runs out of files, and a stream while its request waits."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from tests.support.waiting import on_loop_until as until
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
+def listener():
     with Listener(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -33,7 +30,7 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def _few_files() -> Iterator[None]:
+def _few_files():
     """So many that the next one is among the spare ones."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as file:
@@ -43,7 +40,7 @@ def _few_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_few_files")
-def test_connections_are_closed_while_only_spare_files_are_left(listener: Listener) -> None:
+def test_connections_are_closed_while_only_spare_files_are_left(listener):
     with capture_logs() as logs:
         for _ in range(3):
             with socket.create_connection(listener.getsockname(), timeout=5) as client:
@@ -54,16 +51,14 @@ def test_connections_are_closed_while_only_spare_files_are_left(listener: Listen
     assert (line["log_level"], line["limit"]) == ("warning", num_files())
 
 
-def test_connections_are_taken_while_there_are_files(listener: Listener) -> None:
+def test_connections_are_taken_while_there_are_files(listener):
     with socket.create_connection(listener.getsockname(), timeout=5) as client:
         accepted, address = listener.accept()
         with accepted:
             assert address == client.getsockname()
 
 
-def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(listener, monkeypatch):
     """Asyncio logs every error, with a traceback, and tries as many times as connections may wait."""
 
     def fail(_: socket.socket) -> tuple[socket.socket, object]:
@@ -78,11 +73,11 @@ def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(
 
 
 @pytest.mark.parametrize(("limit", "spare"), [(64, 16), (256, 32), (1024, 32), (2**20, 32)])
-def test_some_files_are_reserved_for_everything_but_connections(limit: int, spare: int) -> None:
+def test_some_files_are_reserved_for_everything_but_connections(limit, spare):
     assert spare_files(limit) == spare
 
 
-async def test_a_waiting_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_stream_sends_comments(monkeypatch):
     monkeypatch.setattr("speclen.worker.http.responses.SILENCE_S", 0.01)
     sent: list[bytes] = []
 

@@ -1,7 +1,5 @@
 """A row keeps its place and its contents, whatever other rows do, and memory follows the tokens in use."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys
@@ -33,7 +31,7 @@ def values(pool: KVPool, row: int, length: int) -> set[float]:
     return {value for layer in pool.layers for value in layer[row, :, :, :length].unique().tolist()}
 
 
-def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch):
     """Story: on a GPU the engine ended while it cleared up a fault: inference tensors are written in inference mode."""
     monkeypatch.setattr(kv_cache.sys, "platform", "elsewhere")  # allocated in full, as on a GPU
     with torch.inference_mode():
@@ -45,7 +43,7 @@ def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pyt
     assert (values(pool, 1, 5), values(pool, 2, 7)) == ({1.0}, {4.0})
 
 
-def test_released_memory_is_zeroed_for_the_next_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_memory_is_zeroed_for_the_next_row(monkeypatch):
     """Masked places are still read, and values there that are not finite would spoil the row, even if memory is kept."""
     monkeypatch.setattr(sys, "platform", "elsewhere")
     pool = filled()
@@ -58,7 +56,7 @@ def test_released_memory_is_zeroed_for_the_next_row(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("make", "num_rows"), [(KVPool, 1_000_000), (BlockPool, 1_000)])
-def test_too_much_kv_memory_is_refused_with_a_sentence(make, num_rows: int) -> None:
+def test_too_much_kv_memory_is_refused_with_a_sentence(make, num_rows):
     with pytest.raises(MemoryError, match=rf"{num_rows} sequences .* GiB of KV memory.*lower --max-batch-size"):
         make([LayerShape(64, 128)] * 80, num_rows, 1_000_000_000, torch.float32, *[CPU] * (make is KVPool))
 
@@ -107,7 +105,7 @@ def read(pool: BlockPool, row: int, length: int) -> list[float]:
     return [float(pool.caches[-1][blocks[at // BLOCK_TOKENS], 0, at % BLOCK_TOKENS, 5]) for at in range(length)]
 
 
-def test_rows_keep_their_tokens_through_everything() -> None:
+def test_rows_keep_their_tokens_through_everything():
     """1,000 random writes, copies, moves, swaps and releases are compared with a list for each row."""
     generator = random.Random(0)
     pool, held = make_pool(), {row: [] for row in range(4)}
@@ -147,7 +145,7 @@ def check_blocks(pool: BlockPool) -> None:
     assert blocks.max() < pool.spare_block
 
 
-def test_prompts_reuse_the_cached_blocks_of_earlier_rows() -> None:
+def test_prompts_reuse_the_cached_blocks_of_earlier_rows():
     """Only the same text from the start is reused; a text that diverges shares the blocks before that."""
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
     text = list(range(3 * BLOCK_TOKENS + 5))
@@ -164,7 +162,7 @@ def test_prompts_reuse_the_cached_blocks_of_earlier_rows() -> None:
     assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
 
 
-def test_forgotten_blocks_are_not_reused_and_become_free() -> None:
+def test_forgotten_blocks_are_not_reused_and_become_free():
     """Rows that still hold such a block keep it."""
     pool = BlockPool(BLOCK_SHAPES, 2, 400, torch.float32, max_cached_tokens=3 * BLOCK_TOKENS)
     text = list(range(3 * BLOCK_TOKENS))
@@ -178,7 +176,7 @@ def test_forgotten_blocks_are_not_reused_and_become_free() -> None:
     check_blocks(pool)
 
 
-def test_the_cache_evicts_the_least_recently_used_text_from_its_end() -> None:
+def test_the_cache_evicts_the_least_recently_used_text_from_its_end():
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
     texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}
     for name, text in texts.items():
@@ -192,7 +190,7 @@ def test_the_cache_evicts_the_least_recently_used_text_from_its_end() -> None:
     check_blocks(pool)
 
 
-def test_memory_of_released_rows_is_returned() -> None:
+def test_memory_of_released_rows_is_returned():
     pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
     for row in range(8):
         blocks, _ = pool.reach(row, np.array([2000]))

@@ -1,11 +1,8 @@
 """Both servers log alike: JSON unless on a terminal, one line per event, also for events of libraries."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -15,7 +12,7 @@ from speclen.transport.logs import Sparse, set_up_logs
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before():
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -23,7 +20,7 @@ def as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_events_and_records_of_python_are_lines_of_one_form() -> None:
+def test_events_and_records_of_python_are_lines_of_one_form():
     stream = io.StringIO()
     set_up_logs("info", stream)
     structlog.get_logger().debug("details")
@@ -42,12 +39,12 @@ def test_events_and_records_of_python_are_lines_of_one_form() -> None:
     assert "ValueError: two\nlines" in lines[2]["exception"]
 
 
-def test_an_unknown_level_is_named() -> None:
+def test_an_unknown_level_is_named():
     with pytest.raises(ValueError, match="--log-level 'loud' is unknown: use debug, info, warning or error"):
         set_up_logs("loud", io.StringIO())
 
 
-def test_repeated_events_become_one_line_with_a_count() -> None:
+def test_repeated_events_become_one_line_with_a_count():
     times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
     sparse = Sparse(5.0, lambda: next(times))
     assert [sparse.pass_on(kind) for kind in "aaabaa"] == [0, None, None, 0, 2, None]

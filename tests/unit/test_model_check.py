@@ -1,7 +1,5 @@
 """A model that the engine would run wrongly is refused with the reason; models that it runs exactly pass, also rewritten."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ def cached(model: Any, dtype: torch.dtype = torch.float32) -> CachedModel:
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
+def test_families_that_run_exactly_pass(family, dtype):
     model = tiny_models.build(family).to(dtype)
     one = cached(private_copy(model), dtype)
     check_model(one, model, family)
@@ -60,9 +58,7 @@ OLMOE = {**tiny_models.GROUPED, **EXPERTS, "num_experts": 2}
         ("olmoe", OLMOE, "passes a window of 64 tokens to attention, but its mask allows 66 of 66"),
     ],
 )
-def test_long_windows_must_agree_with_the_configuration(
-    family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_windows_must_agree_with_the_configuration(family, settings, reason, monkeypatch):
     """PhiMoE masks by a window that it does not pass to attention; OLMoE passes one by which it does not mask.
 
     Windows that are too long to be run must at least agree.
@@ -76,7 +72,7 @@ def test_long_windows_must_agree_with_the_configuration(
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
-def test_windows_that_are_both_masked_and_passed_are_accepted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_that_are_both_masked_and_passed_are_accepted(family, monkeypatch):
     extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
     model = tiny_models.build(family, **tiny_models.GROUPED, sliding_window=64, **extra)
     check_model(cached(private_copy(model)), model, "model")
@@ -85,7 +81,7 @@ def test_windows_that_are_both_masked_and_passed_are_accepted(family: str, monke
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_other_rows_are_refused(kind: str) -> None:
+def test_positions_that_depend_on_other_rows_are_refused(kind):
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "original_max_position_embeddings": 128}
@@ -99,9 +95,7 @@ def test_positions_that_depend_on_other_rows_are_refused(kind: str) -> None:
     ("family", "forgotten"),
     [("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux")],
 )
-def test_an_attention_function_that_forgets_a_keyword_is_caught(
-    family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attention_function_that_forgets_a_keyword_is_caught(family, forgotten, monkeypatch):
     """Without its window Mistral is wrong by 0.3 and Gemma 2 by 0.6: that is what the numeric comparison is for."""
     honest = speclen.worker.backends.torch.attention.attend_rows
 
@@ -118,7 +112,7 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
 
 
 @pytest.mark.parametrize(("first_token", "first_query"), [(128, 1), (0, 3)])
-def test_the_check_covers_kernels_beyond_their_first_block(first_token: int, first_query: int) -> None:
+def test_the_check_covers_kernels_beyond_their_first_block(first_token, first_query):
     """Story: the longest sequence had 48 tokens and the widest pass two queries, while kernels process 128 keys at once."""
     model = tiny_models.build("llama")
     one, forward = cached(private_copy(model)), CachedModel.forward
@@ -127,7 +121,7 @@ def test_the_check_covers_kernels_beyond_their_first_block(first_token: int, fir
         is_wrong = parts[0].rows.num_tokens > first_token and parts[0].num_logits >= first_query
         return [-logits if is_wrong else logits for logits in forward(one, parts)]
 
-    one.forward = wrong  # type: ignore[method-assign]
+    one.forward = wrong
     check_model(one, model, "model")
     with pytest.raises(ModelError, match="gives other logits"):
         check_model(one, model, "model", least_tokens=200, num_tail=5)
@@ -151,7 +145,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> None:
+def test_logits_are_those_of_transformers(variant, dtype):
     family, settings = VARIANTS[variant]
     model = tiny_models.build(family, **settings).to(dtype)
     copy = private_copy(model)
@@ -174,9 +168,7 @@ def no_longer_there(model: Any, *others: Any) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "reason"), [(halved_angles, "gives other logits"), (no_longer_there, "no attribute 'scaling'")]
 )
-def test_a_rewritten_model_that_is_wrong_is_replaced(
-    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rewritten_model_that_is_wrong_is_replaced(wrong, reason, monkeypatch, caplog):
     monkeypatch.setattr(speclen.worker.engine.preparation, "rewrite", wrong)
     pair = make_pair("llama")
     prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))

@@ -1,7 +1,5 @@
 """Files of a model that are damaged, too new, or do not fit together: one sentence that names the model and the file."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -22,12 +20,12 @@ from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     return Path(tiny_models.save(tiny_models.build("llama"), tmp_path_factory.mktemp("whole") / "model"))
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(whole, tmp_path):
     """A copy of the model for one test to damage."""
     return Path(shutil.copytree(whole, tmp_path / "damaged"))
 
@@ -67,7 +65,7 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_configuration_that_cannot_be_used_is_one_sentence(folder: Path, case: str) -> None:
+def test_a_configuration_that_cannot_be_used_is_one_sentence(folder, case):
     path = folder / "config.json"
     if isinstance(CONFIGS[case], dict):
         change(path, **CONFIGS[case])
@@ -108,7 +106,7 @@ TOKENIZERS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_that_cannot_be_read_is_one_sentence(folder: Path, case: str) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(folder, case):
     TOKENIZERS[case](folder)
     with pytest.raises(ModelError) as error:
         load_tokenizer(str(folder))
@@ -118,7 +116,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_sentence(folder: Path, case: str
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", '"text"', "\x00"])
-def test_a_generation_configuration_that_cannot_be_read_is_one_sentence(folder: Path, text: str) -> None:
+def test_a_generation_configuration_that_cannot_be_read_is_one_sentence(folder, text):
     (folder / "generation_config.json").write_text(text)
     assert refusal(folder).startswith(f"{folder}: its generation_config.json cannot be read: ")
 
@@ -140,7 +138,7 @@ def pickled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "of-tomorrow"])
-def test_an_attention_that_the_configuration_names_need_not_be_installed(folder: Path, name: str) -> None:
+def test_an_attention_that_the_configuration_names_need_not_be_installed(folder, name):
     change(folder / "config.json", attn_implementation=name)
     load(folder)
 
@@ -200,7 +198,7 @@ UNFIT: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_files_that_do_not_fit_together_are_refused(folder: Path, case: str) -> None:
+def test_files_that_do_not_fit_together_are_refused(folder, case):
     harm, words = UNFIT[case]
     harm(folder)
     assert re.search(words, refusal(folder))
@@ -210,7 +208,7 @@ SCALE = "model.layers.0.self_attn.q_proj.weight_scale"
 
 
 @pytest.mark.parametrize("quantisation", [None, {"quant_method": "of-tomorrow"}])
-def test_scales_of_quantised_weights_are_not_ignored(folder: Path, quantisation: Any) -> None:
+def test_scales_of_quantised_weights_are_not_ignored(folder, quantisation):
     """Story: a checkpoint in FP8 was served without its scales, and generated garbage."""
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     if quantisation is not None:
@@ -219,7 +217,7 @@ def test_scales_of_quantised_weights_are_not_ignored(folder: Path, quantisation:
     assert SCALE in refusal(folder)
 
 
-def test_tensors_that_are_not_weights_are_ignored(folder: Path) -> None:
+def test_tensors_that_are_not_weights_are_ignored(folder):
     with_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     load(folder)
     masks = [
@@ -234,7 +232,7 @@ def test_tensors_that_are_not_weights_are_ignored(folder: Path) -> None:
     ]
 
 
-def test_a_stored_but_tied_head_is_accepted(tmp_path: Path) -> None:
+def test_a_stored_but_tied_head_is_accepted(tmp_path):
     model = tiny_models.build("llama", tie_word_embeddings=True)
     folder = Path(tiny_models.save(model, tmp_path / "tied"))
     with_tensors(folder, **{"lm_head.weight": model.get_input_embeddings().weight.detach().clone()})
@@ -256,9 +254,7 @@ def test_a_stored_but_tied_head_is_accepted(tmp_path: Path) -> None:
         (None, (0,)),
     ],
 )
-def test_end_tokens_are_ids_of_the_vocabulary(
-    folder: Path, named: Any, kept: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_end_tokens_are_ids_of_the_vocabulary(folder, named, kept, caplog):
     """Story: min_tokens and every grammar failed with an end token beyond the vocabulary; -1 would mean its last one."""
     change(folder / "generation_config.json", eos_token_id=named)
     with caplog.at_level(logging.WARNING):
@@ -267,14 +263,14 @@ def test_end_tokens_are_ids_of_the_vocabulary(
     assert len(told) == (named not in (None, tiny_models.VOCAB_SIZE - 1))
 
 
-def test_sampling_defaults_are_those_of_the_generation_configuration_that_a_request_may_have(folder: Path) -> None:
+def test_sampling_defaults_are_those_of_the_generation_configuration_that_a_request_may_have(folder):
     change(folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.0, repetition_penalty="1.1")
     with capture_logs() as logs:
         assert usable_defaults(load(folder).sampling_defaults) == {"temperature": 0.6, "top_k": 20}
     assert [one["name"] for one in logs] == ["top_p", "repetition_penalty"]
 
 
-def test_a_model_without_a_generation_configuration_ends_at_the_tokens_of_its_configuration(folder: Path) -> None:
+def test_a_model_without_a_generation_configuration_ends_at_the_tokens_of_its_configuration(folder):
     (folder / "generation_config.json").unlink()
     change(folder / "config.json", eos_token_id=[5, 6])
     assert load(folder).eos_token_ids == (0, 5, 6)

@@ -1,7 +1,5 @@
 """Target and draft of a loaded pair fit together; other pairs are refused with one sentence that names the problem."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,11 +20,11 @@ from tests.support import tiny_models
 
 
 @pytest.fixture
-def target(folders: tuple[str, str]) -> str:
+def target(folders):
     return folders[0]
 
 
-def test_a_target_alone_is_a_pair_without_draft(target: str) -> None:
+def test_a_target_alone_is_a_pair_without_draft(target):
     for none in (None, "", "none"):
         pair = load_pair(target, none, "cpu")
         assert pair.draft is None
@@ -45,7 +43,7 @@ def with_another_token(tokenizer: dict) -> None:
         (lambda tokenizer: tokenizer["merges"].clear(), "split text differently"),
     ],
 )
-def test_other_tokens_and_other_splitting_are_refused(target: str, tmp_path: Path, change, words: str) -> None:
+def test_other_tokens_and_other_splitting_are_refused(target, tmp_path, change, words):
     other = tiny_models.save(tiny_models.build("llama"), tmp_path / "other")
     path = Path(other, "tokenizer.json")
     data = json.loads(path.read_text())
@@ -56,7 +54,7 @@ def test_other_tokens_and_other_splitting_are_refused(target: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("padded", [300, 384])
-def test_a_draft_padded_to_another_size_gets_as_many_logits_as_the_target(padded: int, tmp_path: Path) -> None:
+def test_a_draft_padded_to_another_size_gets_as_many_logits_as_the_target(padded, tmp_path):
     """Qwen 2.5 pads its one vocabulary to 151,936 or 152,064 rows, depending on the size of the model."""
     target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
     small = tiny_models.build("llama", vocab_size=padded)
@@ -81,9 +79,7 @@ def test_a_draft_padded_to_another_size_gets_as_many_logits_as_the_target(padded
         ("bundled:huge", "there are bundled:target, bundled:draft"),
     ],
 )
-def test_unknown_model_names_suggest_what_to_use(
-    target: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_model_names_suggest_what_to_use(target, name, reason, monkeypatch):
     monkeypatch.setattr(speclen.worker.models.naming, "BUNDLED_FOLDER", Path(target).parent)
     with pytest.raises(ModelError, match=reason) as error:
         load_pair(name, None, "cpu")
@@ -91,7 +87,7 @@ def test_unknown_model_names_suggest_what_to_use(
     assert len(str(error.value)) < 300
 
 
-def test_a_tilde_in_a_model_path_is_expanded(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_model_path_is_expanded(target, tmp_path, monkeypatch):
     """As in `--target=~/models/llama`, or in a file of settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").mkdir()
@@ -100,7 +96,7 @@ def test_a_tilde_in_a_model_path_is_expanded(target: str, tmp_path: Path, monkey
     assert find_place("~/mine") == (str(tmp_path / "mine"), None)
 
 
-def test_unknown_devices_and_dtypes_are_named(target: str) -> None:
+def test_unknown_devices_and_dtypes_are_named(target):
     with pytest.raises(ModelError, match="'tpu'"):
         load_pair(target, None, "tpu")
     with pytest.raises(ModelError, match="'int3'"):
@@ -110,7 +106,7 @@ def test_unknown_devices_and_dtypes_are_named(target: str) -> None:
             resolve_device("cuda")
 
 
-def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch):
     cpu = torch.device("cpu")
     for fast, small, large in ((True, torch.float32, torch.bfloat16), (False, torch.float32, torch.float32)):
         monkeypatch.setattr(speclen.worker.models.devices, "cpu_has_bfloat16", lambda fast=fast: fast)
@@ -119,7 +115,7 @@ def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(mo
     assert resolve_dtype("float16", cpu, 60_000_000) is torch.float16
 
 
-def test_a_model_has_the_same_name_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_model_has_the_same_name_wherever_it_lies(tmp_path):
     """Workers whose copies of a model lie in different folders share what is learned, and other models do not."""
     names = []
     for place in ("one", "another"):
@@ -170,7 +166,7 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
         Shape(320, 3, 12, 344),
     ],
 )
-def test_same_logits_in_float32(shape: Shape, tied: bool) -> None:
+def test_same_logits_in_float32(shape, tied):
     model = small(tie_word_embeddings=tied)
     wide = widen(model, shape, "cpu", torch.float32)
     assert (logits(wide) - logits(model)).abs().max() / logits(model).std() < 2e-5

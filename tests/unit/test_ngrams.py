@@ -3,8 +3,6 @@
 The index is compared with a search through the whole text, on texts of few tokens, where everything occurs.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -32,7 +30,7 @@ def longest_match(tokens: list[int]) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("num_kinds", [1, 2, 3, 10])
-def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
+def test_the_longest_match_is_found_and_followed(num_kinds):
     generator = random.Random(num_kinds)
     for _ in range(300):
         tokens = [generator.randrange(num_kinds) for _ in range(generator.randint(1, 40))]
@@ -46,7 +44,7 @@ def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
             assert any(tokens[at : at + len(within)] == within for at in range(len(tokens)))
 
 
-def test_an_index_grown_token_by_token_equals_one_built_at_once() -> None:
+def test_an_index_grown_token_by_token_equals_one_built_at_once():
     generator = random.Random(5)
     tokens = [generator.randrange(4) for _ in range(200)]
     grown = NgramIndex()
@@ -70,17 +68,17 @@ def test_an_index_grown_token_by_token_equals_one_built_at_once() -> None:
         ([7, 1, 7, 2, 7], 8, [2]),  # the newest of equals
     ],
 )
-def test_proposals(tokens: list[int], most: int, expected: list[int]) -> None:
+def test_proposals(tokens, most, expected):
     assert indexed(tokens).propose(most) == expected
 
 
-def test_indexing_is_bounded_and_continues_where_it_stopped() -> None:
+def test_indexing_is_bounded_and_continues_where_it_stopped():
     tokens, index = [1, 2, 3] * 50, NgramIndex()
     assert [index.extend(tokens, 100) for _ in range(3)] == [100, 50, 0]
     assert index.propose() == indexed(tokens).propose()
 
 
-def test_memory_is_bounded_and_the_older_half_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_and_the_older_half_is_forgotten(monkeypatch):
     monkeypatch.setattr(ngrams, "MAX_INDEXED", 100)
     index, tokens = NgramIndex(), [7, 8, 9, 1] + [at % 5 + 10 for at in range(500)]
     while index.num_indexed < len(tokens):

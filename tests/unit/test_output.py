@@ -1,7 +1,5 @@
 """A failing standard output ends a command with one sentence, and text is printed on any terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Overlapped steps: callers get their outputs while the device computes the next step, the same ones as without."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -72,9 +70,7 @@ def told_by(
         (RandomArms, RerunRecorder(), True),
     ],
 )
-def test_overlapped_steps_give_callers_the_same_outputs(
-    choose: Any, recorder: Recorder | None, with_grammars: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapped_steps_give_callers_the_same_outputs(choose, recorder, with_grammars, monkeypatch):
     """Every output by itself: its tokens, text, log probabilities, reason and counts."""
     monkeypatch.setattr(grammar_module, "SLOW_MASK_S", math.inf)  # a grammar that is slow by chance proposes nothing
     grammar = prepare("regex", "[a-c]{2,8}(x|yz)*") if with_grammars else None
@@ -88,13 +84,13 @@ def test_overlapped_steps_give_callers_the_same_outputs(
 def events_of(engine: Engine) -> Iterator[list[str]]:
     """Events in the engine's steps, in order; callers add to it."""
     events, launch, read = list[str](), engine.runner.launch, engine.runner.read
-    engine.runner.launch = lambda plan: events.append("launch") or launch(plan)  # type: ignore[method-assign]
-    engine.runner.read = lambda step: events.append("read") or read(step)  # type: ignore[method-assign]
+    engine.runner.launch = lambda plan: events.append("launch") or launch(plan)
+    engine.runner.read = lambda step: events.append("read") or read(step)
     yield events
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_callbacks_run_after_the_next_launch_or_at_once_if_there_is_none(overlapped: bool) -> None:
+def test_callbacks_run_after_the_next_launch_or_at_once_if_there_is_none(overlapped):
     engine = make_engine(chooser=0, overlapped=overlapped)
     with events_of(engine) as events:
         engine.submit(request("x", PROMPT, max_tokens=4, ignore_eos=True), lambda output: events.append("told"))
@@ -114,9 +110,7 @@ BAD = 9  # a token whose text cannot be made
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_sequence_whose_text_fails_ends_alone_with_one_error(
-    overlapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_whose_text_fails_ends_alone_with_one_error(overlapped, monkeypatch):
     """Story: the whole batch was aborted. With overlapped steps the next tokens are already computed; they are dropped."""
     engine, collected = make_engine(chooser=2, overlapped=overlapped), Collected()
     for name, bias in (("a", {}), ("bad", {BAD: 100.0}), ("b", {})):  # which writes BAD and nothing else
@@ -136,7 +130,7 @@ def test_a_sequence_whose_text_fails_ends_alone_with_one_error(
 
 
 @pytest.mark.parametrize("moment", ["aborted", "step failed", "engine failed"])
-def test_held_back_outputs_come_before_the_end(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_back_outputs_come_before_the_end(moment, monkeypatch):
     engine, collected = make_engine(chooser=0, overlapped=True), Collected()
     for name, num_tokens in (("short", 4), ("long", 50)):
         engine.submit(request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), collected)
@@ -148,7 +142,7 @@ def test_held_back_outputs_come_before_the_end(moment: str, monkeypatch: pytest.
         assert engine.abort("long")
         engine.step()
     elif moment == "step failed":
-        engine.target.forward = fail  # type: ignore[method-assign]
+        engine.target.forward = fail
         engine.step()
     else:
         monkeypatch.setattr(engine.scheduler, "admit", lambda: engine.stop() or fail())

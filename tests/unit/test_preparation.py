@@ -1,10 +1,7 @@
 """Pools fit the memory there is, and the caller's models stay as they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from speclen.worker.models.naming import ModelError
 from tests.support import engines, tiny_models
 
 
-def test_the_callers_models_stay_as_they_are() -> None:
+def test_the_callers_models_stay_as_they_are():
     pair = engines.make_pair("llama")
     prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
     assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
@@ -30,7 +27,7 @@ def storages(model: torch.nn.Module) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
 
-def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_copied_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
     prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2, backend="torch"))
     assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
@@ -38,7 +35,7 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.Monkey
     assert prepared.max_kv_tokens == 2**15 // 512
 
 
-def test_limits_may_be_set() -> None:
+def test_limits_may_be_set():
     config = EngineConfig(
         backend="torch", max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4
     )
@@ -61,16 +58,12 @@ def test_limits_may_be_set() -> None:
         (100, 200, 200, (0, 200)),
     ],
 )
-def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
-    budget: int, least: int, context: int, expected: tuple[int, int]
-) -> None:
+def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(budget, least, context, expected):
     assert fit_rows(16, context, least, spare=13, budget=budget) == expected
 
 
 @pytest.mark.parametrize(("free", "vocab_size"), [(1000, 128), (200_000, 128_256)])
-def test_no_memory_for_a_single_sequence_is_an_error(
-    free: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_single_sequence_is_an_error(free, vocab_size, monkeypatch):
     """A slot needs keys and values, 512 bytes a token, and memory for its logits."""
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"), vocab_size=vocab_size)
@@ -78,7 +71,7 @@ def test_no_memory_for_a_single_sequence_is_an_error(
         prepare(pair, EngineConfig(max_batch_size=16))
 
 
-def test_models_that_are_refused_are_named() -> None:
+def test_models_that_are_refused_are_named():
     bloom = tiny_models.build("bloom", n_layer=2, hidden_size=32, n_head=4)
     pair = engines.make_pair("llama", draft=bloom, draft_name="some/bloom")
     with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
@@ -93,7 +86,7 @@ def test_models_that_are_refused_are_named() -> None:
         ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
     ],
 )
-def test_machines_without_openvino(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_openvino(attribute, found, reason, monkeypatch):
     monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
     monkeypatch.setattr(openvino, attribute, found)
     told = openvino.why_not(torch.device("cpu"), torch.bfloat16)

@@ -119,7 +119,7 @@ def test_probes_and_evaluations_happen_only_in_reported_blocks():
 
 
 @pytest.mark.parametrize(("told", "used"), [(0, 1), (1, 1), (7, 7), (10**6, 1)])
-def test_sampling_is_the_controllers_within_bounds(told: int, used: int):
+def test_sampling_is_the_controllers_within_bounds(told, used):
     control = client()
     control.use_sampling(told)
     assert control.buffer.sample_every == used

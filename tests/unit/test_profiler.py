@@ -1,11 +1,8 @@
 """A profile holds what was measured and nothing else, whatever interrupts it and however little memory there is."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,7 @@ GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, p
 
 
 @pytest.fixture
-def pair(folders: tuple[str, str]) -> ModelPair:
+def pair(folders):
     return load_pair(*folders, "cpu", "float32")
 
 
@@ -39,9 +36,7 @@ def profiler(pair: ModelPair, settings: ProfileSettings = GRID, **options: Any) 
     return Profiler(pair, settings, PromptSource(pair.tokenizer, TEXTS, settings.seed), **options)
 
 
-def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
-    pair: ModelPair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(pair, caplog, monkeypatch):
     """The engine ends the sequences of a failed step; the profile continues with half as many."""
     caplog.set_level(logging.CRITICAL)
     made: list[Engine] = []
@@ -66,7 +61,7 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     assert {cell.batch_size for cell in samples.result().cells} == {1, 2}
 
 
-def test_without_draft_only_plain_decoding_is_profiled(folders: tuple[str, str]) -> None:
+def test_without_draft_only_plain_decoding_is_profiled(folders):
     pair = load_pair(folders[0], None, "cpu", "float32")
     result = profiler(pair, quick_settings(2, 0, budget_s=1.0)).run().result()
     assert {cell.speculation_length for cell in result.cells} == {0}
@@ -75,13 +70,13 @@ def test_without_draft_only_plain_decoding_is_profiled(folders: tuple[str, str])
         fit_settings(pair, GRID)
 
 
-def test_settings_are_cut_to_the_context_or_refused(pair: ModelPair) -> None:
+def test_settings_are_cut_to_the_context_or_refused(pair):
     assert fit_settings(pair, ProfileSettings(prompt_tokens=(32, 4096))).prompt_tokens == (32, (256 - 36) // 2)
     with pytest.raises(ValueError, match="context of 256"):
         fit_settings(pair, ProfileSettings(lengths=(0, 64)))
 
 
-def test_pauses_of_the_machine_do_not_move_the_time() -> None:
+def test_pauses_of_the_machine_do_not_move_the_time():
     """Every fourth step stalled 10 to 100 times when another process took the core of a waiting thread."""
     rng = np.random.default_rng(0)
     steps = [(0.03 * (1 + 0.03 * rng.standard_normal()) * (30 if n % 4 == 0 else 1), 50.0, n // 3) for n in range(60)]
@@ -93,33 +88,33 @@ def test_pauses_of_the_machine_do_not_move_the_time() -> None:
 
 
 @pytest.mark.parametrize("num_visits", [1, 2])
-def test_few_visits_give_a_large_standard_error(num_visits: int) -> None:
+def test_few_visits_give_a_large_standard_error(num_visits):
     cell = measured_cell((1, 0), [(0.01, 50.0, visit) for visit in range(num_visits)])
     assert cell.step_s == 0.01
     assert cell.step_s_stderr >= 0.0005
 
 
-def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows() -> None:
+def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows():
     """Ten sequences at length 1, all accepted, are censored at position 2; ten at length 2 are not."""
     assert survival({1: [0, 10], 2: [5, 3, 2]}) == (pytest.approx([15 / 20, 15 / 20 * 2 / 5]), [20, 5])
     assert survival({}) == survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])
 
 
-def test_prompts_have_the_length_asked_for_even_beyond_one_text() -> None:
+def test_prompts_have_the_length_asked_for_even_beyond_one_text():
     source = PromptSource(tiny_models.tokenizer(), ["a b c", "def step(self, batch): return"], seed=3)
     for length in (1, 2, 7, 200):
         assert len(source.draw(length)) == length
 
 
-def test_held_out_files_are_few_and_decided_by_path_alone() -> None:
+def test_held_out_files_are_few_and_decided_by_path_alone():
     paths = [f"package/module_{number}.py" for number in range(2000)]
     share = sum(map(is_held_out, paths)) / len(paths)
     assert 0.03 < share < 0.06  # 4% of 256 values is 11 of them, 4.3%
     assert len(held_out_texts()) > 10
 
 
-def test_prompt_files(tmp_path: Path) -> None:
+def test_prompt_files(tmp_path):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text(json.dumps("one\n\ntwo") + "\n\n" + json.dumps("three") + "\n")
     assert texts_from_file(lines) == ["one\n\ntwo", "three"]
@@ -133,7 +128,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("bad.jsonl", '{"text": "x"}', "holds no prompts"),
     ],
 )
-def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: str, reason: str) -> None:
+def test_bad_prompt_files_are_named(tmp_path, name, content, reason):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ValueError, match=reason) as error:

@@ -3,8 +3,6 @@
 A table gives the next token's logits for every last token, so that one batch can have thousands of rows.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +66,7 @@ def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host
     return torch.tensor([output[:num_tokens] for output in outputs])
 
 
-def test_rows_of_every_kind_keep_their_sampling_in_one_batch() -> None:
+def test_rows_of_every_kind_keep_their_sampling_in_one_batch():
     """Greedy rows stay greedy, seeded rows give the same tokens as alone, and truncation applies to its own rows."""
     kinds = [
         RowSampling(),
@@ -88,7 +86,7 @@ def test_rows_of_every_kind_keep_their_sampling_in_one_batch() -> None:
     assert (allowed[pairs[:, 0]] == pairs[:, 1:]).any(dim=1).all()
 
 
-def test_a_seeded_row_accepts_a_draft_that_is_the_target() -> None:
+def test_a_seeded_row_accepts_a_draft_that_is_the_target():
     """Story: with the noise of another position outputs were right, but no draft was accepted."""
     batch = BatchSampling(
         [RowSampling(temperature=1.0, key=make_key(row, 0)) for row in range(50)], torch.device("cpu")
@@ -100,7 +98,7 @@ def test_a_seeded_row_accepts_a_draft_that_is_the_target() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_rows_that_draft_less_are_capped(sampled: bool, on_host: bool) -> None:
+def test_rows_that_draft_less_are_capped(sampled, on_host):
     """Rows that do not draft come last and accept nothing; with the target as draft every other row reaches its cap."""
     rows = [RowSampling(temperature=1.0 if sampled else 0.0)] * 6
     batch = BatchSampling(rows, torch.device("cpu"))
@@ -120,7 +118,7 @@ def logits_of(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("copies", [False, True])
-def test_host_and_device_rules_agree_on_drafts_and_decisions(copies: bool, dtype: torch.dtype) -> None:
+def test_host_and_device_rules_agree_on_drafts_and_decisions(copies, dtype):
     """Rows are of several temperatures, greedy ones among them."""
     num_copied = np.arange(ROWS) % 3 if copies else None
     positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
@@ -143,7 +141,7 @@ def test_host_and_device_rules_agree_on_drafts_and_decisions(copies: bool, dtype
             assert tokens[row, : count + 1].tolist() == wanted[row, : count + 1].tolist()
 
 
-def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is() -> None:
+def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is():
     """Drafts are drawn among the 64 likeliest of 100 tokens of similar probability. False alarms: 1 in 10,000."""
     num_rows, k, kinds = 8_000, 2, [RowSampling(1.0, top_k=90), RowSampling(1.0, top_k=90, key=5)]
     logits = torch.linspace(0, 1, 100).expand(num_rows, k + 1, 100)
@@ -174,9 +172,7 @@ def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is() -> None:
 @pytest.mark.parametrize(("length", "ngrams"), [(0, []), (4, []), (0, [1, 2, 3]), (4, [1, 2, 3])])
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"key": 5}])
-def test_launching_a_step_never_waits_for_the_device(
-    settings: dict[str, Any], edited: bool, length: int, ngrams: list[int]
-) -> None:
+def test_launching_a_step_never_waits_for_the_device(settings, edited, length, ngrams):
     """The host would wait in mid-step. Operators that need one raise on the device "meta"."""
 
     def forward(parts: list[Any]) -> list[torch.Tensor]:

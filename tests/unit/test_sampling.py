@@ -4,8 +4,6 @@ Rejection sampling is tested by exact enumeration; matching accepts only the tar
 are compared with loops over plain Python numbers. Cost is counted at a vocabulary of 128k, on tensors without content.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
@@ -64,7 +62,7 @@ def output_distribution(target: torch.Tensor, draft: torch.Tensor, cap: int | No
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("k", "cap"), [(0, None), (1, None), (2, None), (2, 1), (2, 0), (3, None)])
-def test_rejection_rule_reproduces_the_target_exactly(k: int, cap: int | None, zeros: bool) -> None:
+def test_rejection_rule_reproduces_the_target_exactly(k, cap, zeros):
     """P(first tokens of the output) = product of target probabilities, to 1e-12, for every sequence of tokens."""
     for seed in range(5):
         target = random_probs(k + 1, VOCAB, seed=seed, zeros=zeros)
@@ -86,7 +84,7 @@ def test_rejection_rule_reproduces_the_target_exactly(k: int, cap: int | None, z
                 assert begins == pytest.approx(expected, abs=1e-12), (prefix, reaching)
 
 
-def test_recovery_of_equal_distributions_is_the_target_itself() -> None:
+def test_recovery_of_equal_distributions_is_the_target_itself():
     """A rejection there can only be a rounding error; the difference of the two would name no token at all."""
     probs = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
     assert recovery(probs, probs[:, :1], torch.tensor([0])).tolist() == [[0.25, 0.75]]
@@ -104,9 +102,7 @@ def test_recovery_of_equal_distributions_is_the_target_itself() -> None:
         ([1, 9, 3], [1, 2, 3, 4], 2, 1),
     ],
 )
-def test_matching_accepts_the_agreeing_prefix(
-    draft: list[int], target: list[int], cap: int | None, accepted: int
-) -> None:
+def test_matching_accepts_the_agreeing_prefix(draft, target, cap, accepted):
     caps = None if cap is None else torch.tensor([cap])
     ids = torch.tensor([draft], dtype=torch.long).view(1, len(draft))
     assert accept_matching(ids, torch.tensor([target]), caps).tolist() == [accepted]
@@ -135,7 +131,7 @@ def kept_by_hand(probs: list[float], top_k: int, top_p: float, min_p: float) -> 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 50])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.35, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
-def test_truncation_equals_a_plain_python_loop(top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_equals_a_plain_python_loop(top_k, top_p, min_p):
     logits = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(top_k)) * 2
     temperature = torch.tensor([0.7, 1.5])
     got = probs_of([RowSampling(float(each), top_k, top_p, min_p) for each in temperature], logits)
@@ -146,14 +142,14 @@ def test_truncation_equals_a_plain_python_loop(top_k: int, top_p: float, min_p: 
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-20, 1e-4, 100.0])
-def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+def test_extreme_temperatures_stay_finite(temperature):
     logits = torch.tensor([[[1e4, -1e4, 0.0, 1e4 - 1]]])
     probs = probs_of([RowSampling(temperature)], logits)
     assert torch.isfinite(probs).all()
     assert probs.sum().item() == pytest.approx(1)
 
 
-def test_a_row_has_the_same_noise_alone_and_in_any_batch() -> None:
+def test_a_row_has_the_same_noise_alone_and_in_any_batch():
     keys = torch.tensor([make_key(seed, 0) for seed in (1, 2, 3)])
     positions = torch.tensor([[0, 1, 2], [7, 8, 9], [5, 6, 7]])
     together = exponential(keys, positions, 50)
@@ -162,7 +158,7 @@ def test_a_row_has_the_same_noise_alone_and_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
-def test_every_seed_fits_a_signed_integer(seed: int) -> None:
+def test_every_seed_fits_a_signed_integer(seed):
     assert -(2**63) <= make_key(seed, 63) < 2**63
 
 
@@ -177,7 +173,7 @@ def splitmix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def test_the_noise_equals_its_definition() -> None:
+def test_the_noise_equals_its_definition():
     """Computed here with Python's own integers; devices may differ in the last bit of a logarithm."""
     seed, position = 2**63 + 5, 1234
     key = make_key(seed, 2)
@@ -230,7 +226,7 @@ def all_alike(**settings: Any) -> Callable[[int], RowSampling]:
 
 def mixed(row: int) -> RowSampling:
     kinds = {}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "key": row}
-    return RowSampling(**kinds[row % 4])  # type: ignore[arg-type]
+    return RowSampling(**kinds[row % 4])
 
 
 @pytest.mark.parametrize(
@@ -244,9 +240,7 @@ def mixed(row: int) -> RowSampling:
         pytest.param(lambda row: RowSampling(0.7, top_p=0.9, edits=edits()), 51, 147, 24, id="penalised"),
     ],
 )
-def test_choosing_tokens_costs_no_more_than_this(
-    row: Callable[[int], RowSampling], drafting: int, verifying: int, bytes_each: float
-) -> None:
+def test_choosing_tokens_costs_no_more_than_this(row, drafting, verifying, bytes_each):
     """drafting: operators per draft token; verifying: those of verification; bytes_each: per row, place and token."""
     batch = BatchSampling([row(at) for at in range(ROWS)], META)
     positions = torch.zeros(ROWS, dtype=torch.long, device=META)

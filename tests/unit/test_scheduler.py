@@ -1,7 +1,5 @@
 """Sequences keep their keys and values, are admitted in order, and KV memory is never promised twice."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -69,7 +67,7 @@ def names(sequences: list[SequenceState]) -> list[str]:
     return [sequence.request.request_id for sequence in sequences]
 
 
-def test_first_come_first_served() -> None:
+def test_first_come_first_served():
     queue = scheduler()
     for name in "abcdef":
         queue.add([sequence(name)])
@@ -81,7 +79,7 @@ def test_first_come_first_served() -> None:
     assert len(queue.waiting) == 1
 
 
-def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
+def test_a_large_request_waits_for_room_and_is_not_overtaken():
     queue = scheduler(max_kv_tokens=40)
     queue.add([sequence("small", max_tokens=6)])  # 4 + 6 + 4 tokens of slack
     queue.add([sequence("large", max_tokens=30)])
@@ -109,7 +107,7 @@ def check_regions(queue: Scheduler, pools: Sequence[KVPool], marks: dict[str, fl
             assert length <= pool.max_length
 
 
-def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
+def test_rows_keep_their_contents_through_joins_and_leaves():
     """1,000 random moves; every row's keys and values carry a mark of its own."""
     generator = random.Random(0)
     pools, marks = make_pools(7), {}

@@ -1,9 +1,6 @@
 """The scoreboard: runs are paired, the oracle scores 100, bad rules lose, and differences carry their standard error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +34,7 @@ def watched(name: str, arm: Arm, seconds: float, seed: int = 3) -> dict[str, lis
 
 
 @pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "late-and-lost", "rollout", "cpu"])
-def test_the_same_learner_twice_has_a_difference_of_zero(name: str) -> None:
+def test_the_same_learner_twice_has_a_difference_of_zero(name):
     variants = Variant(DEFAULT, EstimatorSettings()), Variant("again", EstimatorSettings())
     runs = [each for seed in range(2) for each in run((name, seed), variants, 4.0)]
     first, again = ([each for each in runs if each.variant == name] for name in (DEFAULT, "again"))
@@ -46,7 +43,7 @@ def test_the_same_learner_twice_has_a_difference_of_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["own-h200", "rollout"])
-def test_a_world_is_independent_of_the_arms(name: str) -> None:
+def test_a_world_is_independent_of_the_arms(name):
     """The load at each moment and the noise of each step are those of the seed."""
     scene = Scene(WORLDS[name], 1, 4.0)
     worker, other = (Worker(scene.workers[0], Watcher(arm), score_of(scene)) for arm in (Arm(0), Arm(5)))
@@ -68,7 +65,7 @@ def follow(scene: Scene) -> Learner:
 
 
 @pytest.mark.parametrize("name", [name for name in WITHOUT_CHANGES if name not in ("long-contexts", "slow-steps")])
-def test_the_oracle_scores_100_percent(name: str) -> None:
+def test_the_oracle_scores_100_percent(name):
     """But for the costs of changing the arm, which it does not avoid."""
     scene = Scene(WORLDS[name], 1, 4.0)
     assert play(follow(scene), scene).percent == pytest.approx(100.0, abs=4.0 if WORLDS[name].transition else 1.0)
@@ -82,19 +79,19 @@ BAD_RULES: dict[str, Callable[[Scene], Learner]] = {
 
 @pytest.mark.parametrize("rule", BAD_RULES)
 @pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "cpu"])
-def test_a_bad_rule_loses(name: str, rule: str) -> None:
+def test_a_bad_rule_loses(name, rule):
     scene = Scene(WORLDS[name], 1, 10.0)
     assert play(BAD_RULES[rule](scene), scene).percent < 90.0
 
 
 @pytest.mark.parametrize("name", ["hard", "repeats", "n-grams", "dear-draft", "cheap-draft"])
-def test_the_best_arm_changes_with_the_world(name: str) -> None:
+def test_the_best_arm_changes_with_the_world(name):
     first, changed_truth, *_ = Scene(WORLDS[name], 1, 10.0).workers[0].truths
     assert first.best_arm(8) != changed_truth.best_arm(8)
     assert changed_truth.at(8, 128.0)[1][changed_truth.outputs.arms.index(first.best_arm(8))] < 0.98
 
 
-def test_a_faulty_worker_reports_more_often_that_every_draft_was_accepted() -> None:
+def test_a_faulty_worker_reports_more_often_that_every_draft_was_accepted():
     reports = watched("faulty", Arm(3), 3.0)
     honest, faulty = reports["worker-0"], reports["worker-3"]
     assert len(faulty) > 10 * len(honest)
@@ -102,7 +99,7 @@ def test_a_faulty_worker_reports_more_often_that_every_draft_was_accepted() -> N
     assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
 
 
-def test_a_difference_weights_worlds_equally_and_has_a_paired_error() -> None:
+def test_a_difference_weights_worlds_equally_and_has_a_paired_error():
     def runs(variant: str, **percents: list[float]) -> list[Run]:
         return [
             Run(world, seed, variant, percent, percent, percent, percent, 1, 0)
@@ -119,7 +116,7 @@ def test_a_difference_weights_worlds_equally_and_has_a_paired_error() -> None:
     assert difference(after, []) is None
 
 
-def test_runs_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_runs_are_read_as_they_were_written(tmp_path):
     runs = run(("eagle", 1), [Variant(DEFAULT, EstimatorSettings()), Variant("constant", None)], 2.0)
     write_runs(tmp_path / "runs.json", runs)
     assert read_runs(tmp_path / "runs.json") == runs[:1]

@@ -1,7 +1,5 @@
 """A sequence's end, its visible text and its outputs, token by token and in steps of several tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -170,7 +168,7 @@ ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, F
 
 @pytest.mark.parametrize("step", [1, 2, 3, 9])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_sequence_ends_where_it_should(end: str, step: int) -> None:
+def test_a_sequence_ends_where_it_should(end, step):
     sampling, ids, told, text, reason, matched = ENDS[end]
     found_ids, found_text, last = run(sequence(**sampling), ids, step)
     assert (last.finish_reason, last.matched_stop) == (reason, matched)
@@ -178,14 +176,14 @@ def test_a_sequence_ends_where_it_should(end: str, step: int) -> None:
     assert text in (None, found_text)
 
 
-def test_abort_shows_what_was_held_back() -> None:
+def test_abort_shows_what_was_held_back():
     one = sequence(stop=("STOP",))
     assert one.output(one.append(encode("ab ST"))).text == "ab "
     output = one.abort()
     assert (output.text, output.finish_reason, output.token_ids) == ("ST", FinishReason.ABORT, ())
 
 
-def test_log_probabilities_are_cut_with_their_tokens() -> None:
+def test_log_probabilities_are_cut_with_their_tokens():
     one = sequence(logprobs=0, max_tokens=2)
     logprobs = [TokenLogprobs(-float(at), (), ()) for at in range(4)]
     assert [entry.logprob for entry in one.output(one.append([5, 6, 7, 8]), logprobs).logprobs] == [0.0, -1.0]

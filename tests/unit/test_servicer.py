@@ -1,7 +1,5 @@
 """The service in front of a real engine: refusals, waiting, and clients that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -43,7 +41,7 @@ from tests.support.waiting import on_loop_until as until
         (sampled(logit_bias=dict.fromkeys(range(1025), 0.0)), "logit_bias has 1025 entries, at most 1024"),
     ],
 )
-async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str) -> None:
+async def test_what_is_wrong_is_named(request_, details):
     async with served() as at:
         code, said = await at.fails(request_)
         assert code == "INVALID_ARGUMENT"
@@ -51,7 +49,7 @@ async def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str
         assert at.async_engine.num_open == 0
 
 
-async def test_a_call_through_ray_serve_is_answered_as_any_other() -> None:
+async def test_a_call_through_ray_serve_is_answered_as_any_other():
     async with served() as at:
         call = ServeCall(FakeContext(HERE))
         answers = [
@@ -61,7 +59,7 @@ async def test_a_call_through_ray_serve_is_answered_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-async def test_a_stop_string_that_is_a_special_token_ends_the_output(include: bool) -> None:
+async def test_a_stop_string_that_is_a_special_token_ends_the_output(include):
     end = tiny_models.tokenizer().eos_token
     stop = {"stop": [end], "ignore_eos": True, "include_stop_str_in_output": include}
     async with served() as at:
@@ -71,7 +69,7 @@ async def test_a_stop_string_that_is_a_special_token_ends_the_output(include: bo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_reads_nothing_loses_its_slot_and_gets_the_reason(stream: bool) -> None:
+async def test_a_client_that_reads_nothing_loses_its_slot_and_gets_the_reason(stream):
     """Its window of 16 kB holds some messages of a stream, but not the first of a whole answer."""
 
     async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
@@ -95,7 +93,7 @@ async def narrow_channel(port: int) -> AsyncIterator[Any]:
         yield rpc.GenerationServiceStub(channel)
 
 
-async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
+async def test_a_slow_reader_does_not_keep_the_outputs_of_others():
     """Its request ends already when more comes for it, and with that the other's last tokens, in one delivery."""
 
     async with served() as at:
@@ -122,7 +120,7 @@ async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str
         return sum([len(output.token_ids) async for group in outputs for output in group])
 
 
-async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
+async def test_two_requests_of_one_name_do_not_wait_for_each_other():
     """Over HTTP a request's name is not that of its call. The second request was once never answered."""
 
     async with served(rows=1) as at:
@@ -138,7 +136,7 @@ async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done() -> None:
+async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done():
     async with served(rows=1) as at:
         engine, sampling = at.async_engine, {"max_tokens": 2, "ignore_eos": True}
         unread = engines.request("unread", [1, 2], n=2, **sampling)  # one has the row, and one waits in the engine
@@ -147,7 +145,7 @@ async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done() -> None:
             assert sum([len(output.token_ids) async for group in outputs for output in group]) == 4
 
 
-async def test_a_request_of_64_sequences_does_not_delay_others() -> None:
+async def test_a_request_of_64_sequences_does_not_delay_others():
     """It took 64 places, so that others waited until nearly all of them had ended."""
 
     async with served(rows=2) as at:
@@ -190,21 +188,19 @@ HERE, KEYS = "ipv4:10.0.0.1:5000", Keyring(["a" * 20, "b" * 20])
         (FakeContext(HERE, token="a" * 20), Keyring(["a" * 20]), "ipv4:10.0.0.1"),  # which everybody has
     ],
 )
-def test_callers_are_identified_by_name_or_address(context: Any, keyring: Keyring | None, caller: str) -> None:
+def test_callers_are_identified_by_name_or_address(context, keyring, caller):
     assert caller_of(context, keyring) == caller
 
 
-def test_callers_with_tokens_are_identified_by_their_token() -> None:
+def test_callers_with_tokens_are_identified_by_their_token():
     first, second, elsewhere = (
-        caller_of(FakeContext(peer, token=letter * 20), KEYS)  # type: ignore[arg-type]
+        caller_of(FakeContext(peer, token=letter * 20), KEYS)
         for peer, letter in ((HERE, "a"), (HERE, "b"), ("ipv4:10.0.0.2:6000", "a"))
     )
     assert first == elsewhere != second
 
 
-async def test_an_internal_error_is_counted_and_its_text_is_not_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_internal_error_is_counted_and_its_text_is_not_sent(monkeypatch):
     """gRPC sent it as UNKNOWN, with its text."""
 
     def fail(*_: object) -> None:

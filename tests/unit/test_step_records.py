@@ -1,7 +1,5 @@
 """The record of a step: its arm is what ran, its counts are as measured."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -27,7 +25,7 @@ from tests.support.engines import (
 )
 
 
-def test_a_step_without_drafts_does_not_keep_the_next_prompt_from_the_draft() -> None:
+def test_a_step_without_drafts_does_not_keep_the_next_prompt_from_the_draft():
     """Story: the draft's prefill depended on whether the previous step drafted, and a request's last step often does not."""
     chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser, max_batch_size=1)
@@ -54,7 +52,7 @@ def test_a_step_without_drafts_does_not_keep_the_next_prompt_from_the_draft() ->
         (Arm(60, True), (None, None), Arm(8, True), False),
     ],
 )
-def test_the_arm_is_what_ran(chosen: Arm, own: tuple[int | None, ...], ran: Arm, mixed: bool) -> None:
+def test_the_arm_is_what_ran(chosen, own, ran, mixed):
     chooser = Arms(chosen)
     engine = make_engine(chooser=chooser, ngram=True)
     generate(engine, *(request(str(at), LOOP, length, **LONG) for at, length in enumerate(own)))
@@ -74,7 +72,7 @@ def counted(engine: Engine, name: str, **labels: str) -> float:
     [*(Arms(arm) for arm in (PLAIN, Arm(3), Arm(0, True), Arm(3, True))), RandomArms(longest=3)],
     ids=["plain", "draft", "n-gram", "both", "changing"],
 )
-def test_counts_are_those_of_the_passes(chooser: Arms) -> None:
+def test_counts_are_those_of_the_passes(chooser):
     """Story: n-gram tokens counted as accepted tokens, but not as drafts."""
     engine = make_engine(chooser=chooser, ngram=True, max_speculation_length=3)
     names, records, load = "012", chooser.records, engine.load
@@ -103,7 +101,7 @@ def test_counts_are_those_of_the_passes(chooser: Arms) -> None:
         ({"temperature": 0.8}, RequestClass.HIGH_TEMPERATURE),
     ],
 )
-def test_the_class_follows_from_the_sampling(sampling: dict[str, float], expected: RequestClass) -> None:
+def test_the_class_follows_from_the_sampling(sampling, expected):
     assert SamplingParams(**sampling).request_class == expected
 
 
@@ -111,7 +109,7 @@ def num_new(chooser: Arms) -> list[int]:
     return [record.num_new_sequences for record in chooser.records]
 
 
-def test_sequences_that_wait_behind_a_step_are_counted() -> None:
+def test_sequences_that_wait_behind_a_step_are_counted():
     chooser = Arms(PLAIN)
     engine = make_engine(chooser=chooser, max_batch_size=3)
     for name in ("a", "b", "c", "d"):
@@ -124,7 +122,7 @@ def test_sequences_that_wait_behind_a_step_are_counted() -> None:
     assert sum(num_new(chooser)) == 3
 
 
-def test_a_record_becomes_a_report_field_by_field() -> None:
+def test_a_record_becomes_a_report_field_by_field():
     chooser = Arms(Arm(3, True), wants_evaluations=True)
     requests = [request(str(at), LOOP, temperature=0.9 * at, seed=at, **LONG) for at in range(2)]
     generate(make_engine(chooser=chooser, ngram=True), *requests)
@@ -146,7 +144,7 @@ def test_a_record_becomes_a_report_field_by_field() -> None:
             assert tuple(evaluation.num_verified_tokens) == of_record.num_verified_tokens
 
 
-def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
+def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on():
     script = Arms(PLAIN)
     engine = make_engine(chooser=script, prefill_chunk=16)
     collected = Collected()

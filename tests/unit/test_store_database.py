@@ -1,7 +1,5 @@
 """A commit answered with None is on the disk, whole and once; every fault is one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

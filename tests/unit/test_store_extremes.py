@@ -1,7 +1,5 @@
 """The database accepts every row that valid reports lead to, on each supported SQLite."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults of the file and the writer: nothing is acknowledged that is not durable, and every fault is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -20,15 +18,7 @@ from speclen.store.connection import CorruptStoreError, StoreError, connect_read
 from speclen.store.database import Store, StoreConfig
 from speclen.store.files import StoreGoneError, lock_path
 from speclen.store.retention import Retention
-from tests.support.store_rows import (
-    decision,
-    moment,
-    open_with_connection,
-    rows,
-    spoil_a_page,
-    store_now,
-    written,
-)
+from tests.support.store_rows import decision, moment, open_with_connection, rows, spoil_a_page, store_now, written
 from tests.support.waiting import until
 
 

@@ -1,7 +1,5 @@
 """The file stays bounded: rows beyond a number or an age go, the newest stays, and space goes back to the disk."""
 
-from __future__ import annotations
-
 import json
 import time
 

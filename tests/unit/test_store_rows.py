@@ -1,7 +1,5 @@
 """Constraints of the tables: invalid rows are refused, and valid ones next to them are stored."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

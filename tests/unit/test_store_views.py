@@ -1,7 +1,5 @@
 """The views: columns that others rely on, figures worked out by hand."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """Schemas of callers as grammars: what they allow, and what is refused because the library would read it wrongly."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -19,7 +17,7 @@ def allows(kind: str, wanted: Any, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_formats_that_the_library_does_not_know_are_annotations() -> None:
+def test_formats_that_the_library_does_not_know_are_annotations():
     formats = ["password", "path", "binary", "base64", "ipvanyaddress", "ipv4network", "int32", "uuid4"]
     properties = {name: {"type": "string", "format": name} for name in formats}
     kept = {"format": {"enum": [{"format": "password"}]}, "default": {"type": "string", "format": "path"}}
@@ -31,20 +29,20 @@ def test_formats_that_the_library_does_not_know_are_annotations() -> None:
 
 
 @pytest.mark.parametrize(("text", "allowed"), [('"2024-02-29"', True), ('"tomorrow"', False)])
-def test_formats_that_the_library_knows_still_count(text: str, allowed: bool) -> None:
+def test_formats_that_the_library_knows_still_count(text, allowed):
     assert allows("json_schema", {"type": "string", "format": "date"}, text) is allowed
 
 
 @pytest.mark.parametrize("at", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"])
 @pytest.mark.parametrize("number", [2**53 + 1, -(2**63), 2**64, 1e300])
-def test_numbers_that_the_library_would_round_are_refused(at: str, number: float) -> None:
+def test_numbers_that_the_library_would_round_are_refused(at, number):
     schema = {"properties": {"a": {"anyOf": [{"type": "integer", at: number}]}}}
     wanted = StructuredOutput("json_schema", json.dumps(schema), field="response_format.json_schema")
     with pytest.raises(ValueError, match=r"response_format\.json_schema has .* as .* beyond 2\^53"):
         source(wanted)
 
 
-def test_the_largest_exact_number_is_a_bound() -> None:
+def test_the_largest_exact_number_is_a_bound():
     assert allows("json_schema", {"type": "integer", "maximum": 2**53}, str(2**53))
     assert not allows("json_schema", {"type": "integer", "maximum": 2**53}, str(2**53 + 1))
     with pytest.raises(ValueError, match="beyond 2"):
@@ -52,7 +50,7 @@ def test_the_largest_exact_number_is_a_bound() -> None:
 
 
 @pytest.mark.parametrize("depth", [900, 3000])
-def test_a_schema_that_is_too_deep_is_refused_in_a_sentence(depth: int) -> None:
+def test_a_schema_that_is_too_deep_is_refused_in_a_sentence(depth):
     with pytest.raises(ValueError, match=r"is nested too deeply|recursion limit exceeded"):
         source(StructuredOutput("json_schema", '{"not": ' * depth + "{}" + "}" * depth))
 
@@ -88,6 +86,6 @@ ADD, SAY = call_head("add") + '{"a": 5}}', call_head('s"ay') + "{}}"
         ("calls", f"[{call_head('gone')}{{}}}}]", False),
     ],
 )
-def test_calls_are_a_list_of_the_functions_with_arguments_of_their_schemas(kind: str, text: str, allowed: bool) -> None:
+def test_calls_are_a_list_of_the_functions_with_arguments_of_their_schemas(kind, text, allowed):
     assert allows(kind, FUNCTIONS[0][1] if kind == "arguments" else FUNCTIONS, text) is allowed
     assert not allowed or json.loads(text)

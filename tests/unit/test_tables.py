@@ -1,7 +1,5 @@
 """`speclen tables` and `explain`: learned arms in words for people, and as rows for programs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

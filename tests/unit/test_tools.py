@@ -1,7 +1,5 @@
 """Forced tool calls: their grammars, and the answers that callers receive, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +41,7 @@ def chat(**fields: Any) -> ChatRequest:
         ({"tool_choice": named('s"ay'), "parallel_tool_calls": False}, "arguments", EMPTY),
     ],
 )
-def test_a_forced_call_is_a_constraint_on_the_output(fields: dict[str, Any], kind: str, wanted: Any) -> None:
+def test_a_forced_call_is_a_constraint_on_the_output(fields, kind, wanted):
     (asked,) = from_tools(chat(tools=TOOLS, **fields))
     assert (asked.kind, json.loads(asked.text), asked.field) == (kind, wanted, "tools")
 
@@ -52,7 +50,7 @@ def test_a_forced_call_is_a_constraint_on_the_output(fields: dict[str, Any], kin
     "fields",
     [{}, {"tools": []}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "none"}],
 )
-def test_tools_that_nothing_calls_are_served(fields: dict[str, Any]) -> None:
+def test_tools_that_nothing_calls_are_served(fields):
     assert structured_output(chat(**fields)) is None
 
 
@@ -79,7 +77,7 @@ def test_tools_that_nothing_calls_are_served(fields: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_tools_that_cannot_be_served_are_refused(fields: dict[str, Any], param: str, words: str) -> None:
+def test_tools_that_cannot_be_served_are_refused(fields, param, words):
     if param != "tool_choice":
         fields = fields | {"tool_choice": "required"}
     with pytest.raises(ApiError, match=words) as told:
@@ -115,9 +113,7 @@ def answer(choice: Any) -> Answer:
 
 
 @pytest.mark.parametrize(("choice", "text", "reason", "calls", "told"), OUTPUTS)
-def test_the_calls_of_a_whole_output(
-    choice: Any, text: str, reason: FinishReason, calls: list[tuple[str, str]], told: str
-) -> None:
+def test_the_calls_of_a_whole_output(choice, text, reason, calls, told):
     one = answer(choice)
     one.add(outputs(text, 5, reason))
     (found,) = one.whole()["choices"]
@@ -130,9 +126,7 @@ def test_the_calls_of_a_whole_output(
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("choice", "text", "reason", "calls", "told"), OUTPUTS)
-def test_the_calls_of_a_stream(
-    choice: Any, text: str, reason: FinishReason, calls: list[tuple[str, str]], told: str, size: int
-) -> None:
+def test_the_calls_of_a_stream(choice, text, reason, calls, told, size):
     """The entries of a call, put together by their index, as clients do it."""
     one = answer(choice)
     chunks = [*one.begin(), *(chunk for output in outputs(text, size, reason) for chunk in one.chunks([output]))]

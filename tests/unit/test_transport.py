@@ -1,7 +1,5 @@
 """Servers listen on loopback by default; beyond it every method needs TLS and a token; idle connections block no page."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -154,7 +152,7 @@ def test_half_a_configuration_is_refused(tmp_path):
 
 
 @pytest.fixture(params=["http", "https"])
-def security(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ServerSecurity, ssl.SSLContext | None]:
+def security(request, tmp_path):
     if request.param == "http":
         return ServerSecurity(), None
     made = make_certificates(tmp_path)
@@ -170,7 +168,7 @@ def silent_connections(address: str, number: int = 3) -> Iterator[list[socket.so
         yield [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(number)]
 
 
-def test_silent_connections_delay_neither_readers_nor_shutdown(security, monkeypatch, capfd) -> None:
+def test_silent_connections_delay_neither_readers_nor_shutdown(security, monkeypatch, capfd):
     """Story: with TLS, one silent connection blocked the page and the end of the process until its client disconnected."""
     monkeypatch.setattr(speclen.transport.servers, "SILENCE_S", 0.5)
     how, context = security

@@ -1,7 +1,5 @@
 """Every field of a request is read, values out of range are refused by name, and the limits themselves are allowed."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -41,9 +39,7 @@ def check(prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, **s
         ("logprobs", [-1, 21], [0, 20]),
     ],
 )
-def test_values_at_the_limits_are_allowed_and_others_name_the_field(
-    field: str, refused: list[Any], allowed: list[Any]
-) -> None:
+def test_values_at_the_limits_are_allowed_and_others_name_the_field(field, refused, allowed):
     for value in allowed:
         check(**{field: value})
     for value in refused:
@@ -52,7 +48,7 @@ def test_values_at_the_limits_are_allowed_and_others_name_the_field(
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1.1])
-def test_top_p_has_a_bound_that_is_not_a_value(top_p: float) -> None:
+def test_top_p_has_a_bound_that_is_not_a_value(top_p):
     with pytest.raises(ValueError, match=f"top_p is {top_p}, but must be more than 0 and at most 1"):
         check(top_p=top_p)
 
@@ -66,14 +62,14 @@ def test_top_p_has_a_bound_that_is_not_a_value(top_p: float) -> None:
         ((1, -3), "prompt token -3 is unknown"),
     ],
 )
-def test_prompts_that_cannot_be_served(prompt: tuple[int, ...], message: str) -> None:
+def test_prompts_that_cannot_be_served(prompt, message):
     with pytest.raises(ValueError, match=message):
         check(prompt)
     check((1,) * (CONTEXT - 1))
 
 
 @pytest.mark.parametrize("length", [-1, 9])
-def test_own_lengths_stay_within_the_workers(length: int) -> None:
+def test_own_lengths_stay_within_the_workers(length):
     with pytest.raises(ValueError, match=f"speculation.length is {length}, allowed are 0 to 8"):
         check(fixed_length=length)
     check(fixed_length=8)
@@ -131,4 +127,4 @@ def test_given_fields_are_read_and_absent_ones_keep_their_defaults(fields):
 def test_speculation_modes(speculation, length):
     assert to_fixed_length(speculation) == length
     with pytest.raises(ValueError, match=r"speculation\.mode 9"):
-        to_fixed_length(pb.Speculation(mode=9))  # type: ignore[arg-type]
+        to_fixed_length(pb.Speculation(mode=9))

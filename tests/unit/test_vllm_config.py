@@ -1,7 +1,5 @@
 """The plugin accepts configurations of vLLM whose method drafts the requested number of tokens, and their table."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

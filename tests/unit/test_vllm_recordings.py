@@ -7,8 +7,6 @@ report: recording, group, batch size, length, microseconds, mean context, probe,
 A step that computed prompts alone was not reported. There was one wherever all sequences hold their prompt and no more.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -160,7 +158,7 @@ def worth_of_learned(name: str, num_skipped: int) -> float:
 
 
 @pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.98)])
-def test_lengths_learned_from_recorded_steps_are_near_the_best(name: str, least: float) -> None:
+def test_lengths_learned_from_recorded_steps_are_near_the_best(name, least):
     """Mean over six starts, since chance decides a single one: 0.99 and 0.99.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for

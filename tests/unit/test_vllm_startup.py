@@ -3,8 +3,6 @@
 The classes are shaped like vLLM 0.32's; scripts/vllm/drafting.py runs the real ones.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import types

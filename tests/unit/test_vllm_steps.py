@@ -5,8 +5,6 @@ another gives no usable time; accepted tokens are those of verified drafts. The 
 with vLLM's interface, and from the real one as it was recorded.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ The steps run in a model of vLLM's queue: a host that launches step N + 1, then 
 computes them in order. The true time of a length is the interval between results when nothing else runs.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -119,7 +117,7 @@ class Event:
     def query(self) -> bool:
         return self.queue.now_ms >= self.reached_ms
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event) -> float:
         assert end_event.query(), "nobody waits for a device"
         return end_event.reached_ms - self.reached_ms
 
