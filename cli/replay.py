@@ -65,7 +65,7 @@ def replay(
         )
     detected = ", ".join(f"{number} of {factor}" for factor, number in changes.items()) or "none"
     console.print(f"Changes detected: {detected}.")
-    console.print(f"Contexts: {', '.join(map(str, result.estimator.contexts))}.")
+    console.print(f"Contexts: {', '.join(map(str, result.estimators))}.")
 
 
 def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> dict[str, int]:

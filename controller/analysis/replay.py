@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.records import ContextKey, Decision, DriftEvent, Limits, Profile, StepRecord
 
 
@@ -43,7 +43,7 @@ Event = ContextAdded | ProfileImported | GroupObserved
 class Replay:
     """The estimators after the events. decisions: each with the last group that was learned from before it, or 0."""
 
-    estimator: Contexts
+    estimators: Estimators
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
     drift_events: list[DriftEvent] = field(default_factory=list)
     num_groups: int = 0
@@ -52,16 +52,16 @@ class Replay:
 
 def replay(events: Iterable[Event]) -> Replay:
     """Feed events to a new estimator. Raises KeyError if a context reports before it was added."""
-    result = Replay(Contexts())
+    result = Replay(Estimators())
     last_group_id = 0
     for event in events:
         match event:
             case ContextAdded():
-                decisions = result.estimator.add_context(event.key, event.limits)
+                decisions = result.estimators.add(event.key, event.limits)
             case ProfileImported():
-                decisions = result.estimator.seed_profile(event.key, event.profile)
+                decisions = result.estimators[event.key].seed(event.profile)
             case GroupObserved():
-                outcome = result.estimator.observe(event.key, event.steps, event.worker_id)
+                outcome = result.estimators[event.key].observe(event.steps, event.worker_id)
                 decisions = outcome.decisions
                 result.drift_events += outcome.drift_events
                 result.num_groups += 1

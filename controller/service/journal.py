@@ -19,7 +19,7 @@ from functools import partial
 
 import structlog
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimator, Estimators
 from speclen.controller.service.registry import Context, SeqWindow, Worker
 from speclen.controller.wire.stored import row_of
 from speclen.records import ContextKey, Decision, DriftEvent, Hold, Limits, Profile, StepRecord, Table, Trial, parse_arm
@@ -73,17 +73,17 @@ def worker_of(row: WorkerRow, context: Context) -> Worker:
     )
 
 
-def estimate_rows(estimator: Contexts, context: Context, in_use: Table, now: float) -> list[ArmEstimateRow]:
+def estimate_rows(estimator: Estimator, context: Context, in_use: Table, now: float) -> list[ArmEstimateRow]:
     """Rows of the learned table of a context. in_use: the arms in use, which holds and verdicts may have changed."""
     more = {"context_id": context.context_id, "updated_at": now}
     return [
         filled(ArmEstimateRow, each, each.arm, is_best=each.arm == in_use.arm_for(each.batch_min), **more)
-        for each in estimator.rows(context.key)
+        for each in estimator.rows()
     ]
 
 
-def acceptance_rows(estimator: Contexts, context: Context, now: float) -> list[AcceptanceRow]:
-    survival = enumerate(estimator.survival(context.key), start=1)
+def acceptance_rows(estimator: Estimator, context: Context, now: float) -> list[AcceptanceRow]:
+    survival = enumerate(estimator.survival(), start=1)
     return [AcceptanceRow(context.context_id, position, *each, now) for position, each in survival]
 
 
@@ -165,16 +165,18 @@ class Journal:
     def __init__(
         self,
         store: Store,
-        estimator: Contexts,
+        estimators: Estimators,
         clock: Callable[[], float],
         interval_s: float = 1.0,
         last_profile_id: int = 0,
     ) -> None:
         self.store = store
-        self.estimator = estimator
+        self.estimators = estimators
         self.clock = clock
         self.interval_s = interval_s
-        self.in_use: Callable[[ContextKey], Table] = estimator.table  # the learner adds holds and verdicts
+        self.in_use: Callable[[ContextKey], Table] = lambda key: estimators[
+            key
+        ].table()  # the learner adds holds and verdicts
         self.max_waiting_reports = MAX_WAITING_REPORTS
         self.num_commits = 0
         self.num_failed_commits = 0
@@ -311,13 +313,13 @@ class Journal:
         return on_done
 
     def _commit_of(self, changes: Unsaved) -> Commit:
-        now, context, estimator = self.clock(), changes.context, self.estimator
+        now, context, estimator = self.clock(), changes.context, self.estimators[changes.context.key]
         return Commit(
             contexts=[
                 filled(
                     ContextRow,
                     *(context, context.key, context.limits),
-                    decision_version=estimator.table(context.key).version,
+                    decision_version=estimator.table().version,
                     updated_at=now,
                 )
             ],
@@ -326,7 +328,7 @@ class Journal:
             acceptance=acceptance_rows(estimator, context, now),
             arm_estimates=estimate_rows(estimator, context, self.in_use(context.key), now),
             replaced_contexts=(context.context_id,),
-            states=[StateRow(context.context_id, estimator.save(context.key), now)],
+            states=[StateRow(context.context_id, estimator.save(), now)],
             decisions=changes.decisions,
             drift_events=changes.drift_events,
             profiles=changes.profiles,

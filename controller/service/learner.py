@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.controller.service.guards import SHADOW, Guards, View, view_of
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.registry import Context, Registry, Worker
@@ -152,13 +152,13 @@ class Learner:
 
     def __init__(
         self,
-        estimator: Contexts,
+        estimators: Estimators,
         registry: Registry,
         journal: Journal,
         totals: Totals,
         last_group_id: int = 0,
     ) -> None:
-        self.estimator = estimator
+        self.estimators = estimators
         self.registry = registry
         self.journal = journal
         self.totals = totals
@@ -207,7 +207,7 @@ class Learner:
         try:
             prediction = self.prediction.setdefault(context.key, PredictionError())
             prediction.add(self.table(worker)[0], steps)
-            outcome = self.estimator.observe(context.key, steps, worker.worker_id)
+            outcome = self.estimators[context.key].observe(steps, worker.worker_id)
         except Exception as error:  # if it were raised, every report sent again would repeat the crash
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
             self.totals.refused["estimator"] += len(steps)
@@ -228,7 +228,7 @@ class Learner:
 
     def _reset(self, context: Context) -> None:
         try:
-            outcome = self.estimator.start_anew(context.key, "the estimator failed")
+            outcome = self.estimators.reset(context.key, "the estimator failed")
         except Exception:
             log.exception("a context cannot be reset", context=str(context.key))
             return
@@ -260,26 +260,22 @@ class Learner:
         if worker.probe is not None:
             return
         try:
-            worker.probe = self.estimator.take_probe(
-                worker.context.key,
-                worker.worker_id,
-                batch_size=worker.last_batch_size,
-                limits=worker.limits,
-                num_steps=worker.probe_steps,
+            worker.probe = self.estimators[worker.context.key].probe(
+                worker.worker_id, worker.last_batch_size, worker.limits, worker.probe_steps
             )
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(worker.context.key))
             self._reset(worker.context)
         self.totals.num_probes += worker.probe is not None
 
-    # Contexts.
+    # Estimators.
 
     def prepare(self, context: Context) -> None:
         """Add a context to the estimator, or widen it."""
         key = context.key
-        before = self.estimator.limits(key) if self.estimator.knows(key) else None
-        decisions = self.estimator.add_context(key, context.limits)
-        if self.estimator.limits(key) != before:
+        before = self.estimators[key].limits if key in self.estimators else None
+        decisions = self.estimators.add(key, context.limits)
+        if self.estimators[key].limits != before:
             self.journal.note_limits(context, self.last_group_id)
             self._forget_tables(key)
         self._note(decisions, ())
@@ -290,7 +286,7 @@ class Learner:
         context = self.registry.context(key, Limits(max(cell.batch_size for cell in profile.cells), max(lengths)))
         self.prepare(context)
         profile_id = self.journal.note_profile(context, profile, self.last_group_id)
-        self._note(self.estimator.seed_profile(key, profile), ())
+        self._note(self.estimators[key].seed(profile), ())
         self._forget_tables(key)
         return profile_id
 
@@ -310,13 +306,13 @@ class Learner:
 
     def _own(self, worker: Worker) -> str:
         """The worker's id if it is isolated, else ""."""
-        return worker.worker_id if self.estimator.is_isolated(worker.context.key, worker.worker_id) else ""
+        return worker.worker_id if self.estimators[worker.context.key].is_isolated(worker.worker_id) else ""
 
     def _learned_table(self, worker: Worker) -> Table:
         """The learned arms for a worker, even if they are not in use."""
         own, tables = self._own(worker), self._learned.setdefault(worker.context.key, {})
         if own not in tables:
-            tables[own] = self.estimator.table(worker.context.key, own)
+            tables[own] = self.estimators[worker.context.key].table(own)
         return tables[own]
 
     def hold(self, key: ContextKey, holds: Sequence[Hold], release: bool) -> None:
@@ -326,7 +322,7 @@ class Learner:
 
     def in_use(self, key: ContextKey) -> Table:
         """The arms that workers of a context use, unless they are isolated."""
-        return self.guards.in_use(key, self.estimator.table(key))
+        return self.guards.in_use(key, self.estimators[key].table())
 
     def _forget_tables(self, key: ContextKey) -> None:
         self._tables.pop(key, None)
@@ -339,4 +335,5 @@ class Learner:
 
     def learned(self, key: ContextKey) -> tuple[int, list[ArmEstimate]]:
         """Version of the table, and every row that was learned. Raises KeyError if the context is unknown."""
-        return self.estimator.table(key).version, self.estimator.rows(key)
+        estimator = self.estimators[key]
+        return estimator.table().version, estimator.rows()

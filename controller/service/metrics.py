@@ -75,7 +75,7 @@ class ControllerCollector:
         yield FAMILIES.counter("probes", "Exploratory arms handed out", totals.num_probes)
         drift = {(factor,): totals.drift[factor] for factor in ("acceptance", "reset", "worker")}
         yield FAMILIES.counters("drift_events", "Times something was forgotten", ["factor"], drift)
-        isolated = {(str(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
+        isolated = {(str(key),): learner.estimators[key].num_isolated for key in registry.contexts}
         words = "Outlier workers, isolated from the others of their context"
         yield FAMILIES.gauges("workers_isolated", words, ["context"], isolated)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.controller.service.guards import Guards
 from speclen.controller.service.journal import holds_of, worker_of
 from speclen.controller.service.registry import Context, Registry
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 def restore(
-    estimator: Contexts, registry: Registry, stored: StoredState, database: Path
+    estimators: Estimators, registry: Registry, stored: StoredState, database: Path
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Continue from the stored state. Returns contexts that start from scratch, and events for what could not be used."""
     contexts = {
@@ -36,37 +36,37 @@ def restore(
     with closing(connect_reader(database)) as connection:
         profiles = queries.stored_profiles(connection)
     for context in contexts.values():
-        estimator.add_context(context.key, context.limits)
-        _seed(estimator, context, profiles)
-    forgotten, aside = _restore_states(estimator, contexts, stored.states)
+        estimators.add(context.key, context.limits)
+        _seed(estimators, context, profiles)
+    forgotten, aside = _restore_states(estimators, contexts, stored.states)
     for worker in stored.workers:
         aside += _restore_worker(registry, worker, contexts[worker.context_id])
     for context in forgotten:
-        _seed(estimator, context, profiles)
+        _seed(estimators, context, profiles)
     return forgotten, aside
 
 
 def _restore_states(
-    estimator: Contexts, contexts: Mapping[int, Context], states: Mapping[int, bytes]
+    estimators: Estimators, contexts: Mapping[int, Context], states: Mapping[int, bytes]
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Give the estimator the state of every context. Returns those that start from scratch, and unusable states."""
     forgotten: list[Context] = []
     aside: list[StoreEventRow] = []
     for context_id, context in contexts.items():
         try:
-            estimator.restore(context.key, states[context_id])
+            estimators[context.key].restore(states[context_id])
         except Exception as error:  # no stored value may prevent the controller from starting
             aside.append(set_aside(f"state of {context.key}", error, states.get(context_id, b"")))
             forgotten.append(context)
-            estimator.start_anew(context.key, "its stored state cannot be used")
+            estimators.reset(context.key, "its stored state cannot be used")
     return forgotten, aside
 
 
-def _seed(estimator: Contexts, context: Context, profiles: Iterable[ProfileRow]) -> None:
+def _seed(estimators: Estimators, context: Context, profiles: Iterable[ProfileRow]) -> None:
     """Seed a context from its stored profiles."""
     for row in profiles:
         if row.context_id == context.context_id:
-            estimator.seed_profile(context.key, row.profile)
+            estimators[context.key].seed(row.profile)
 
 
 def restore_guards(guards: Guards, registry: Registry, database: Path) -> list[StoreEventRow]:

@@ -18,7 +18,7 @@ import structlog
 from grpc import aio
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
@@ -87,14 +87,14 @@ def open_store(config: ControllerConfig) -> Store:
 
 def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> tuple[Intake, Learner]:
     """Make estimator, registry and journal from the stored state. Raises ValueError."""
-    estimator, totals = Contexts(), Totals()
+    estimators, totals = Estimators(), Totals()
     registry = Registry(time.time, config.max_workers, config.max_contexts)
-    forgotten, set_aside = restore(estimator, registry, stored, store.path)
-    journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)
+    forgotten, set_aside = restore(estimators, registry, stored, store.path)
+    journal = Journal(store, estimators, time.time, config.commit_interval_s, stored.last_profile_id)
     journal.note_events(set_aside)
     for context in forgotten:
         journal.note_context(context)
-    learner = Learner(estimator, registry, journal, totals, stored.last_group_id)
+    learner = Learner(estimators, registry, journal, totals, stored.last_group_id)
     journal.note_events(restore_guards(learner.guards, registry, store.path))
     return Intake(registry, learner, journal, totals, time.time), learner
 

@@ -89,10 +89,10 @@ def check_replay(database: Path) -> None:
     """A fresh estimator that makes the same calls as the killed controllers ends up with the same tables."""
     assert not rows(database, "PRAGMA foreign_key_check"), "a row refers to none"
     with closing(connect_reader(database)) as connection:
-        again = replay(events(connection)).estimator
+        again = replay(events(connection)).estimators
         for row in contexts(connection):
             found = [each._replace(ms_per_token=0.0) for each in estimates_of(connection, row.context_id)]
-            expected = sorted(again.rows(row.key), key=lambda each: (each.batch_min, each.arm[::-1]))
+            expected = sorted(again[row.key].rows(), key=lambda each: (each.batch_min, each.arm[::-1]))
             assert found == [each._replace(ms_per_token=0.0) for each in expected], "a replay gives another table"
 
 

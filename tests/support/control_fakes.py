@@ -144,7 +144,7 @@ async def eventful_page(at: Served) -> str:
 
     await send(*map(report, range(1, 31)))
     at.service.refresh()
-    length = at.service.estimator.table(at.service.estimator.contexts[0]).arm_for(4).speculation_length
+    length = next(iter(at.service.estimators.values())).table().arm_for(4).speculation_length
     for seq, used in ((31, length), (32, length), (33, (length + 1) % 5)):
         await send(report(seq, speculation_length=used, accepted_histogram=[4] + [0] * used))
     await send(report(33), report(38), report(39, latency_s=-1.0))

@@ -12,7 +12,7 @@ from speclen.controller.service.registry import Registration, Registry, Worker
 from speclen.records import ContextKey, Limits
 from speclen.store.schema import Commit, ReportRow, StoreHealth
 from tests.support.control_fakes import report
-from tests.support.fake_estimator import FakeEstimator
+from tests.support.fake_estimator import FakeEstimators
 
 KEY, ELSEWHERE = ContextKey("t", "d", "cpu", "float32"), ContextKey("t", "d", "cuda", "float32")
 LIMITS = Limits(32, 4)
@@ -54,15 +54,15 @@ class Parts:
     """Everything of one controller."""
 
     clock: Clock = field(default_factory=Clock)
-    estimator: Any = field(default_factory=FakeEstimator)
+    estimators: Any = field(default_factory=FakeEstimators)
     store: FakeStore = field(default_factory=FakeStore)
     totals: Totals = field(default_factory=Totals)
     limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         self.registry = Registry(self.clock, 100, 100)
-        self.journal = Journal(self.store, self.estimator, self.clock)
-        self.learner = Learner(self.estimator, self.registry, self.journal, self.totals)
+        self.journal = Journal(self.store, self.estimators, self.clock)
+        self.learner = Learner(self.estimators, self.registry, self.journal, self.totals)
         self.intake = Intake(self.registry, self.learner, self.journal, self.totals, self.clock)
 
     def worker(self, worker_id: str = "w", epoch: int = 7, key: ContextKey = KEY, policy: str = "adaptive") -> Worker:

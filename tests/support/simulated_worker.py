@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimator
 from speclen.records import Arm, ContextKey, Limits, Probe, Profile, ProfileCell, StepRecord
 from tests.support.world import World
 
@@ -19,7 +19,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 class Worker:
     """A simulated worker that follows its table and its probes. distort: what it makes of its reports."""
 
-    def __init__(self, estimator: Contexts, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
+    def __init__(self, estimator: Estimator, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
         self.estimator, self.name, self.world = estimator, name, World(acceptance)
         self.rng, self.seq = np.random.default_rng(seed), 0
         self.distort: Callable[[StepRecord], StepRecord] = lambda step: step
@@ -27,7 +27,7 @@ class Worker:
         self.probe: Probe | None = None
 
     def chosen(self, batch_size: int) -> int:
-        return self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
+        return self.estimator.table(self.name).arm_for(batch_size).speculation_length
 
     def shortfall(self, batch_size: int) -> float:
         """Share of the oracle's goodput that the table loses."""
@@ -56,17 +56,15 @@ class Worker:
             for each in steps:
                 self.lost_s += self.world.lost_s(batch_size, each.arm.speculation_length, chosen)
                 self.total_s += each.latency_s
-            happened += self.estimator.observe(KEY, steps, self.name).decisions
-            self.probe = self.estimator.take_probe(KEY, self.name, batch_size)
+            happened += self.estimator.observe(steps, self.name).decisions
+            self.probe = self.estimator.probe(self.name, batch_size)
             happened.append(self.probe)
         return happened
 
 
-def made(limits: Limits = LIMITS) -> Contexts:
+def made(limits: Limits = LIMITS) -> Estimator:
     """Estimators of one context."""
-    estimator = Contexts()
-    estimator.add_context(KEY, limits)
-    return estimator
+    return Estimator(limits=limits, key=KEY)
 
 
 def profile(

@@ -59,7 +59,7 @@ def controller(tmp_path, length=2, **options):
 
     async def hold():
         async with served(tmp_path, **options) as each:
-            each.service.estimator.settings = settings
+            each.service.estimators.settings = settings
             found.append(each)
             ready.set()
             while not ended.is_set():

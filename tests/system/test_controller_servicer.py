@@ -220,7 +220,7 @@ async def test_counts_follow_what_happened(tmp_path):
         assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
         assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
         assert value(text, "store_ok") == 1
-        table = at.service.estimator.table(at.service.estimator.contexts[0])
+        table = next(iter(at.service.estimators.values())).table()
         [choice] = [each for each in table.choices if each.batch_min <= 4 <= each.batch_max]
         bucket = range_label(choice.batch_min, choice.batch_max)
         labels = f'{{batch_bucket="{bucket}",context="t + d on cpu:test, float32"}}'

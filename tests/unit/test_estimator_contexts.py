@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
-from speclen.controller.estimator import Contexts, Outcome
+from speclen.controller.estimator import Estimator, Estimators, Outcome
 from speclen.controller.estimator.workers import MOST_TRACKED
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
@@ -19,46 +19,39 @@ def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_be
     for number in range(24):
         assert first.serve(SIZES[number % 6], 16) == second.serve(SIZES[number % 6], 16)
         if number % 5 == 0:
-            blob, second.estimator = second.estimator.save(KEY), made()
-            second.estimator.restore(KEY, blob)
-            assert second.estimator.save(KEY) == blob
-    assert first.estimator.rows(KEY) == second.estimator.rows(KEY)
-    assert first.estimator.table(KEY) == second.estimator.table(KEY)
-
-
-class Noted(Contexts):
-    """Notes its events, and its decisions with the last group before each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Event] = []
-        self.made: list[tuple[int, Decision]] = []
-        self.num_groups = 0
-
-    def note(self, event: Event, decisions: list[Decision]) -> None:
-        self.events.append(event)
-        self.made += [(self.num_groups, each) for each in decisions]
-
-    def observe(self, key: ContextKey, records: Sequence[StepRecord], worker_id: str = "") -> Outcome:
-        self.num_groups += 1
-        outcome = super().observe(key, records, worker_id)
-        self.note(GroupObserved(self.num_groups, key, worker_id, records), outcome.decisions)
-        return outcome
+            blob, second.estimator = second.estimator.save(), made()
+            second.estimator.restore(blob)
+            assert second.estimator.save() == blob
+    assert first.estimator.rows() == second.estimator.rows()
+    assert first.estimator.table() == second.estimator.table()
 
 
 def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
     """To the last bit, and without the probes. The profile is wrong, and the context is widened half-way."""
-    estimator = Noted()
+    estimators, events, made = Estimators(), list[Event](), list[tuple[int, Decision]]()
+
+    def note(event: Event, decisions: list[Decision]) -> None:
+        events.append(event)
+        made.extend((sum(isinstance(each, GroupObserved) for each in events), decision) for decision in decisions)
+
+    def observe(records: Sequence[StepRecord], worker: str = "") -> Outcome:
+        outcome = Estimator.observe(estimator, records, worker)
+        num_groups = sum(isinstance(each, GroupObserved) for each in events)
+        note(GroupObserved(num_groups + 1, KEY, worker, records), outcome.decisions)
+        return outcome
+
     for limits in (Limits(8, 4), LIMITS):
-        estimator.note(ContextAdded(KEY, limits), estimator.add_context(KEY, limits))
-        if not estimator.num_groups:
+        note(ContextAdded(KEY, limits), estimators.add(KEY, limits))
+        estimator = estimators[KEY]
+        estimator.observe = observe  # type: ignore[method-assign]
+        if len(events) == 1:
             imported = ProfileImported(KEY, profile(draft_s=0.015, sizes=(1, 4, 8), longest=4))
-            estimator.note(imported, estimator.seed_profile(*imported))
+            note(imported, estimator.seed(imported.profile))
         worker = Worker(estimator)
         for number in range(20):
             worker.serve((1, 4, 8)[number % 3], 16)
-    assert replay(estimator.events).decisions == estimator.made
-    assert len(estimator.made) > 2
+    assert replay(events).decisions == made
+    assert len(made) > 2
 
 
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
@@ -66,9 +59,9 @@ def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
     estimator = made()
     for number in range(MOST_TRACKED + 4):
         Worker(estimator, f"worker-{number}").serve(4, GROUP)
-    before = [row.num_steps for row in estimator.rows(KEY)]
-    estimator.seed_profile(KEY, profile())
-    assert [row.num_steps for row in estimator.rows(KEY)] == before
+    before = [row.num_steps for row in estimator.rows()]
+    estimator.seed(profile())
+    assert [row.num_steps for row in estimator.rows()] == before
     assert sum(before) == GROUP * (MOST_TRACKED + 4)
 
 
@@ -76,9 +69,9 @@ def test_a_widened_context_keeps_what_it_uses() -> None:
     worker = Worker(made(limits=Limits(8, 8)))
     for number in range(20):
         worker.serve((1, 2, 4, 8)[number % 4], 40)
-    worker.estimator.add_context(KEY, Limits(16, 8))
+    worker.estimator.widen(Limits(16, 8))
     assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
-    assert worker.estimator.table(KEY).choices[-1].batch_max == 16
+    assert worker.estimator.table().choices[-1].batch_max == 16
     worker.serve(8, 40)
     assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
 
@@ -100,16 +93,16 @@ def test_a_faulty_worker_of_four_is_isolated_and_the_others_keep_their_choice(fa
     for number in range(100):
         for at, worker in enumerate(workers):
             worker.serve((2, 4, 8, 12)[(number // 5 + at) % 4], GROUP)
-    assert [estimator.is_isolated(KEY, worker.name) for worker in workers] == [True, False, False, False]
-    assert estimator.num_isolated(KEY) == 1
+    assert [estimator.is_isolated(worker.name) for worker in workers] == [True, False, False, False]
+    assert estimator.num_isolated == 1
     assert max(workers[1].shortfall(size) for size in (2, 4, 8, 12)) < 0.03
 
 
 def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
     worker, found = Worker(made(limits=Limits(32, 8, True))), []
     for _ in range(100):
-        worker.estimator.observe(KEY, [worker.step(4, 2) for _ in range(GROUP)], worker.name)
-        found.append(worker.estimator.take_probe(KEY, worker.name, 4, Limits(32, 3)))
+        worker.estimator.observe([worker.step(4, 2) for _ in range(GROUP)], worker.name)
+        found.append(worker.estimator.probe(worker.name, 4, Limits(32, 3)))
     probes = [probe for probe in found if probe is not None]
     assert probes
     assert all(probe.arm.within(Limits(32, 3)) == probe.arm for probe in probes)
@@ -118,30 +111,33 @@ def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
 
 def test_what_is_unknown_is_refused() -> None:
     with pytest.raises(ValueError, match="state"):
-        made().restore(KEY, b"nothing of ours")
+        made().restore(b"nothing of ours")
 
 
 def test_contexts_of_one_pair_may_have_other_limits():
     """A context with shorter lengths than another of its pair once raised from the shapes of what they shared."""
-    estimator = Contexts()
+    estimators = Estimators()
     short, long = (ContextKey("target", "draft", device, "float32") for device in ("small", "large"))
-    estimator.add_context(short, Limits(8, 2))
-    estimator.add_context(long, Limits(16, 6, ngram=True))
-    estimator.seed_profile(short, Profile((ProfileCell(1, 0, 0.01), ProfileCell(4, 2, 0.02)), (0.7, 0.5), (50, 50)))
+    estimators.add(short, Limits(8, 2))
+    estimators.add(long, Limits(16, 6, ngram=True))
+    estimators[short].seed(Profile((ProfileCell(1, 0, 0.01), ProfileCell(4, 2, 0.02)), (0.7, 0.5), (50, 50)))
     for key, length in ((short, 2), (long, 6)):
         steps = [StepRecord(seq, 4, Arm(length), 0.02, (2, *[0] * (length - 1), 2)) for seq in range(1, 40)]
-        estimator.observe(key, steps, "worker")
-        assert max(row.arm.speculation_length for row in estimator.rows(key)) == length
-        assert estimator.table(key).choices
+        estimators[key].observe(steps, "worker")
+        assert max(row.arm.speculation_length for row in estimators[key].rows()) == length
+        assert estimators[key].table().choices
 
 
-def test_a_context_that_starts_anew_forgets_what_it_learned_and_goes_on() -> None:
-    worker = Worker(made())
+def test_a_context_that_is_reset_forgets_what_it_learned_and_learns_again() -> None:
+    estimators = Estimators()
+    estimators.add(KEY, LIMITS)
+    worker = Worker(estimators[KEY])
     worker.serve(4, 400)
-    version = worker.estimator.table(KEY).version
-    outcome = worker.estimator.start_anew(KEY, "a test")
+    version = worker.estimator.table().version
+    outcome = estimators.reset(KEY, "a test")
+    worker.estimator = estimators[KEY]
     assert [(event.factor, event.context) for event in outcome.drift_events] == [("reset", KEY)]
-    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+    assert not any(row.num_steps for row in worker.estimator.rows())
     worker.serve(4, 400)
-    assert worker.estimator.table(KEY).version > version
+    assert worker.estimator.table().version > version
     assert worker.shortfall(4) < 0.03

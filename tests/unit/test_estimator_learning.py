@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.records import Arm, ContextKey, Decision, DriftEvent, Limits, OutputEvaluation, Probe, StepFlag, StepRecord
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 from tests.support.world import World
@@ -22,12 +22,12 @@ def test_from_nothing_it_finds_arms_close_to_the_best(acceptance: float) -> None
 def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
     """By the profile drafting never pays. The batch size moves before a probe can run at the one it was made for."""
     worker = Worker(made())
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.06))
+    worker.estimator.seed(profile(draft_s=0.06))
     assert worker.shortfall(4) > 0.3, "the profile must be wrong"
     for number in range(60):
         worker.serve((3, 4, 5, 4)[number % 4], GROUP)
     assert worker.shortfall(4) < 0.03
-    worker.estimator.seed_profile(KEY, profile(draft_s=0.06))
+    worker.estimator.seed(profile(draft_s=0.06))
     assert worker.shortfall(4) < 0.03, "it seeds and never overrides"
 
 
@@ -38,9 +38,7 @@ def test_plain_steps_that_are_faster_than_any_formula_expects_are_found() -> Non
     evaluation = OutputEvaluation(0, 100, 100, num_steps, num_drafted, (100, 160, 228, 300, 180, 200, 230, 260))
     arms, probe = Limits(16, 3, ngram=True).arms(), None
     for seq in range(900):
-        batch_size, probe_id, arm = (
-            (8, 0, arms[seq % 8]) if seq < 400 else (16, 0, estimator.table(KEY, "w").arm_for(16))
-        )
+        batch_size, probe_id, arm = (8, 0, arms[seq % 8]) if seq < 400 else (16, 0, estimator.table("w").arm_for(16))
         if batch_size == 16 and seq % 10 < 3 and probe is not None:
             probe_id, arm = probe.probe_id, probe.arm
         tokens, passes = batch_size * (3 if arm.ngram else 1 + arm.speculation_length), arm.speculation_length
@@ -48,11 +46,11 @@ def test_plain_steps_that_are_faster_than_any_formula_expects_are_found() -> Non
         step_s *= float(np.exp(0.05 * rng.standard_normal()))
         step = StepRecord(seq, batch_size, arm, step_s, (batch_size, *(0,) * arm.max_tokens), 100.0, probe_id=probe_id)
         step = step._replace(num_verified_tokens=tokens, num_drafted_sequences=batch_size if passes else 0)
-        estimator.observe(KEY, [step._replace(evaluations=(evaluation,))], "w")
+        estimator.observe([step._replace(evaluations=(evaluation,))], "w")
         if seq % 10 == 9:
-            probe = estimator.take_probe(KEY, "w", batch_size)
-    assert estimator.table(KEY, "w").arm_for(16) == Arm(0)
-    assert estimator.table(KEY, "w").arm_for(8).ngram
+            probe = estimator.probe("w", batch_size)
+    assert estimator.table("w").arm_for(16) == Arm(0)
+    assert estimator.table("w").arm_for(8).ngram
 
 
 def test_arms_that_are_level_do_not_take_turns() -> None:
@@ -65,14 +63,14 @@ def test_arms_that_are_level_do_not_take_turns() -> None:
         changes += sum(
             isinstance(each, Decision) and each.batch_min <= 8 <= each.batch_max for each in worker.serve(8, 40)
         )
-        chosen.add(worker.estimator.table(KEY).arm_for(8))
+        chosen.add(worker.estimator.table().arm_for(8))
     assert changes <= 4, f"{changes} changes among {chosen} in 2,000 steps"
 
 
 def test_a_slowdown_of_all_arms_alike_does_not_move_the_choice() -> None:
     """Stretches of 40 steps that take 1.7 times as long."""
     worker = Worker(made(), seed=1)
-    worker.estimator.seed_profile(KEY, profile())
+    worker.estimator.seed(profile())
     worker.serve(4, 400)
     shortfalls = []
     for number in range(30):
@@ -118,7 +116,7 @@ def test_sizes_never_seen_get_no_longer_arm_than_the_nearest_seen() -> None:
     worker = Worker(made(limits=Limits(128, 8)))
     for number in range(20):
         worker.serve((4, 16)[number % 2], 40)
-    table = worker.estimator.table(KEY)
+    table = worker.estimator.table()
     for size in range(1, 129):
         nearest = min((6, 11, 23), key=lambda known: abs(np.log(size / known)))  # at the edges of what 4 and 16 tell
         if size > 23 or size in (7, 9, 10):
@@ -129,24 +127,24 @@ def test_flagged_steps_are_no_samples_of_time() -> None:
     worker = Worker(made())
     worker.distort = lambda step: step._replace(flags=frozenset({StepFlag.PREFILL}))
     worker.serve(4, 40)
-    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+    assert not any(row.num_steps for row in worker.estimator.rows())
 
 
 def test_the_table_expects_the_times_of_each_range() -> None:
     worker = Worker(made())
     worker.serve(4, 40)
-    expected = [row.ms_per_token for row in worker.estimator.rows(KEY) if row.is_best]
-    assert [choice.ms_per_token for choice in worker.estimator.table(KEY).choices] == pytest.approx(expected)
+    expected = [row.ms_per_token for row in worker.estimator.rows() if row.is_best]
+    assert [choice.ms_per_token for choice in worker.estimator.table().choices] == pytest.approx(expected)
 
 
 def test_devices_learn_apart_from_a_first_guess_of_acceptance() -> None:
     """Verifying a token takes twenty times as long on the large device, and its text is harder."""
-    rng, estimator = np.random.default_rng(2), Contexts()
+    rng, estimators = np.random.default_rng(2), Estimators()
     small, large = (KEY._replace(device=device) for device in ("small", "large"))
 
     def learn(key: ContextKey, num_steps: int, accepted: float, fixed_s: float, token_s: float) -> tuple[int, float]:
         """The learned length, and the expected tokens of one draft token."""
-        estimator.add_context(key, LIMITS)
+        estimators.add(key, LIMITS)
         for seq in range(1, num_steps + 1):
             length = seq % 5
             runs = np.minimum(rng.geometric(1.0 - accepted, size=8) - 1, length)
@@ -154,9 +152,9 @@ def test_devices_learn_apart_from_a_first_guess_of_acceptance() -> None:
             latency_s *= float(np.exp(0.03 * rng.standard_normal()))
             histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
             step = StepRecord(seq, 8, Arm(length), latency_s, histogram, 100.0)
-            estimator.observe(key, [step._replace(num_drafted_sequences=8, num_verified_tokens=8 * (length + 1))], "w")
-        [tokens] = [row.expected_tokens for row in estimator.rows(key) if row.batch_min == 8 and row.arm == Arm(1)]
-        return estimator.table(key).arm_for(8).speculation_length, tokens
+            estimators[key].observe([step._replace(num_drafted_sequences=8, num_verified_tokens=8 * (length + 1))], "w")
+        [tokens] = [row.expected_tokens for row in estimators[key].rows() if row.batch_min == 8 and row.arm == Arm(1)]
+        return estimators[key].table().arm_for(8).speculation_length, tokens
 
     length, tokens = learn(small, 400, 0.9, 0.020, 0.0002)
     assert length >= 3
@@ -176,7 +174,7 @@ def test_outputs_that_change_are_an_event_and_hard_requests_in_a_row_are_not():
         evaluation = OutputEvaluation(0, 60, 60, (num_plain_steps, *drafting), (0, *drafting), (60,) * 9)
         for _ in range(num_steps):
             step = worker.step(4, 3)._replace(evaluations=(evaluation,))
-            events.extend(worker.estimator.observe(KEY, [step], worker.name).drift_events)
+            events.extend(worker.estimator.observe([step], worker.name).drift_events)
 
     for acceptance in (0.9, 0.3) * 4:
         worker.world = World(acceptance)
@@ -193,13 +191,13 @@ def test_outputs_evaluated_for_n_grams_alone_tell_of_all_arms_with_n_grams():
     )
     alone = OutputEvaluation(0, 100, 100, (100, 80), (0, 0), (100, 200))
     tokens = []
-    estimator.observe(KEY, [StepRecord(0, 2, Arm(0), 0.02, (2,), 100.0, num_verified_tokens=2)], "w")
-    assert min(row.expected_tokens for row in estimator.rows(KEY)) >= 1, "no step generates less"
+    estimator.observe([StepRecord(0, 2, Arm(0), 0.02, (2,), 100.0, num_verified_tokens=2)], "w")
+    assert min(row.expected_tokens for row in estimator.rows()) >= 1, "no step generates less"
     for evaluation in (whole, alone):
         for seq in range(40):
             step = StepRecord(seq, 2, Arm(0), 0.02, (2,), 100.0, evaluations=(evaluation,), num_verified_tokens=2)
-            estimator.observe(KEY, [step], "w")
-        of_arm = {row.arm: row.expected_tokens for row in estimator.rows(KEY) if row.batch_min == 2}
+            estimator.observe([step], "w")
+        of_arm = {row.arm: row.expected_tokens for row in estimator.rows() if row.batch_min == 2}
         tokens.append([of_arm[arm] for arm in arms])
     (plain, one, _, ngram, *_), (later_plain, later_one, _, later_ngram, later_both, _) = tokens
     assert ngram == pytest.approx(2.0, abs=0.1)

@@ -13,7 +13,7 @@ from speclen.store.connection import connect_reader
 from speclen.store.schema import HoldsRow, TrialRow
 from speclen.v1 import control_pb2 as pb
 from tests.support.control_fakes import report
-from tests.support.fake_estimator import FakeEstimator
+from tests.support.fake_estimator import FakeEstimator, FakeEstimators
 from tests.support.service_parts import KEY, LIMITS, Parts
 from tests.support.store_rows import moment, written
 
@@ -21,16 +21,13 @@ LEARNED, BASELINE = Arm(3), Arm(1)
 SECONDS = {LEARNED: 0.03, BASELINE: 0.01}
 
 
-class Steady(FakeEstimator):
-    """Always believes in one arm."""
+class Steady(FakeEstimators):
+    """Always believe in one arm."""
 
-    def add_context(self, key, limits):
-        super().add_context(key, limits)
-        self._known[key].arm = LEARNED
-        return []
-
-    def _choose(self, key, arm):
-        return []
+    def add(self, key, limits):
+        if key not in self:
+            self[key] = FakeEstimator(self, key, limits, LEARNED, follows=False)
+        return super().add(key, limits)
 
 
 BASE = (Choice(1, 32, BASELINE),)
@@ -66,7 +63,7 @@ def serve(parts, worker, num_steps):
 
 
 async def test_a_learned_arm_that_loses_gives_way_and_everything_is_kept(tmp_path):
-    parts = Parts(estimator=Steady())
+    parts = Parts(estimators=Steady())
     worker = worker_of(parts)
     serve(parts, worker, 3000)
     assert parts.learner.table(worker)[0].arm_for(4) == BASELINE
@@ -82,14 +79,14 @@ async def test_a_learned_arm_that_loses_gives_way_and_everything_is_kept(tmp_pat
     stored = written(tmp_path / "s.db", moment([1], trials=commit.trials))
     with connect_reader(stored) as connection:
         trials = [row.trial for row in queries.trials(connection)]
-    again = Parts(estimator=Steady())
+    again = Parts(estimators=Steady())
     again.learner.guards.restore(KEY, trials, [])
     assert again.learner.table(worker_of(again))[0].arm_for(4) == BASELINE
 
 
 def test_shadow_serves_the_baseline_and_a_worker_without_one_what_is_learned():
     for policy, baseline, served in (("shadow", BASE, BASELINE), ("adaptive", (), LEARNED)):
-        parts = Parts(estimator=Steady())
+        parts = Parts(estimators=Steady())
         worker = worker_of(parts, policy, baseline)
         arms = serve(parts, worker, 1200)
         assert parts.learner.table(worker)[0].arm_for(4) == served
@@ -99,7 +96,7 @@ def test_shadow_serves_the_baseline_and_a_worker_without_one_what_is_learned():
 
 
 async def test_holds_are_used_kept_and_released():
-    parts = Parts(estimator=Steady())
+    parts = Parts(estimators=Steady())
     worker = worker_of(parts)
     parts.learner.hold(KEY, [Hold(8, 16, Arm(2)), Hold(1, 2, None)], release=False)
     table = parts.learner.table(worker)[0]
@@ -137,7 +134,7 @@ def test_a_hold_that_no_worker_can_run_is_refused():
 
 
 async def test_a_trial_is_stored_with_its_gain():
-    parts = Parts(estimator=Steady())
+    parts = Parts(estimators=Steady())
     serve(parts, worker_of(parts), 600)
     parts.journal.commit()
     row = parts.store.last.trials[0]

@@ -156,8 +156,8 @@ async def test_reports_gathered_while_the_disk_is_full_are_bounded(parts):
 
 async def test_a_context_that_cannot_be_saved_does_not_block_others(parts):
     worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
-    save = parts.estimator.save
-    parts.estimator.save = lambda key: 1 / 0 if key == KEY else save(key)
+    save = parts.estimators[KEY].save
+    parts.estimators[KEY].save = lambda: 1 / 0
     parts.send(worker, 1)
     parts.send(other, 1, 2)
     parts.journal.commit()
@@ -167,7 +167,7 @@ async def test_a_context_that_cannot_be_saved_does_not_block_others(parts):
     parts.journal.max_waiting_reports = 1
     parts.send(worker, 2, 3)
     await parts.journal.wait_for_room()  # which does not wait for a context that makes none
-    parts.estimator.save = save
+    parts.estimators[KEY].save = save
     parts.journal.commit()
     assert (parts.journal.num_reports_dropped, seqs_of(parts.store.last)) == (2, [3])
     assert parts.store.last.workers[0].applied_seq == 3
@@ -189,7 +189,7 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
 
 async def test_decisions_and_events_are_kept_with_the_group_before_them(parts, worker):
     parts.send(worker, 1)
-    parts.estimator.fail = {"observe"}
+    parts.estimators.fail = {"observe"}
     parts.intake.take(worker, [report(2)])
     parts.learner.learn(worker)
     parts.journal.commit()

@@ -24,9 +24,9 @@ def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
     for seq in (1, 2, 3):
         parts.send(one, seq, learn=False)
         parts.send(other, seq, learn=False)
-    assert parts.estimator.calls == []
+    assert parts.estimators.calls == []
     asyncio.run(parts.learner.learn_all())
-    assert parts.estimator.calls == [(KEY, [1, 2, 3], "w"), (KEY, [1, 2, 3], "v")]
+    assert parts.estimators.calls == [(KEY, [1, 2, 3], "w"), (KEY, [1, 2, 3], "v")]
     assert (parts.totals.num_reports, parts.totals.num_groups) == (6, 2)
 
 
@@ -37,29 +37,29 @@ def test_a_bad_report_is_refused_alone_and_counted(parts):
     assert [str(error)[:9] for error in refusals] == ["report 2:", "report 3:"]
     assert parts.totals.refused == {"latency_s": 1, "accepted_histogram": 1}
     assert (worker.num_reports, worker.num_refused, worker.seqs.applied_seq) == (2, 2, 4)
-    assert parts.estimator.calls == [(KEY, [1, 4], "w")]
+    assert parts.estimators.calls == [(KEY, [1, 4], "w")]
 
 
 def test_a_failing_estimator_resets_its_context_alone(parts):
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(elsewhere, 1)
     parts.send(worker, 1)
-    parts.estimator.fail = {"observe"}
+    parts.estimators.fail = {"observe"}
     parts.send(worker, 2, 3)
     assert parts.totals.refused["estimator"] == 2
     assert parts.totals.drift["reset"] == 1
-    assert not parts.estimator.rows(KEY)
-    assert parts.estimator.rows(ELSEWHERE)
-    parts.estimator.fail = {"observe", "start_anew"}
+    assert not parts.estimators[KEY].rows()
+    assert parts.estimators[ELSEWHERE].rows()
+    parts.estimators.fail = {"observe", "reset"}
     parts.send(worker, 4)
-    parts.estimator.fail = set()
+    parts.estimators.fail = set()
     parts.send(worker, 5)
     assert worker.num_reports == 2
     assert worker.seqs.settled_seq == 5
 
 
 def test_a_probe_goes_to_a_worker_that_follows_the_table_one_at_a_time(parts):
-    parts.estimator.probes = True
+    parts.estimators.probes = True
     worker, fixed = parts.worker(), parts.worker("v", policy="fixed:2")
     for each in (worker, fixed):
         parts.send(each, 1)
@@ -73,7 +73,7 @@ def test_a_probe_goes_to_a_worker_that_follows_the_table_one_at_a_time(parts):
 
 
 def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
-    parts.estimator.probes = True
+    parts.estimators.probes = True
     worker = parts.worker()
     parts.send(worker, 1)
     assert worker.probe.batch_max == 4
@@ -85,7 +85,7 @@ def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
 def test_an_isolated_worker_has_a_table_of_its_own(parts):
     worker, other = parts.worker(), parts.worker("v")
     assert parts.learner.table(worker)[0] is parts.learner.table(other)[0]
-    parts.estimator.isolated.add("v")
+    parts.estimators.isolated.add("v")
     assert [parts.learner.table(each)[1].own for each in (worker, other)] == ["", "v"]
 
 
@@ -93,7 +93,7 @@ def test_a_profile_makes_or_widens_its_context(parts):
     worker = parts.worker()
     profile = Profile((ProfileCell(64, 6, 0.01),), (0.5,) * 3, (10,) * 3)
     assert parts.learner.import_profile(KEY, profile) == 1
-    assert parts.registry.contexts[KEY].limits == parts.estimator.limits(KEY) == Limits(64, 6)
+    assert parts.registry.contexts[KEY].limits == parts.estimators[KEY].limits == Limits(64, 6)
     assert parts.learner.table(worker)[0].arm_for(4) == Arm(6)
     assert parts.learner.import_profile(ELSEWHERE, profile) == 2
 

@@ -12,7 +12,7 @@ from speclen.records import Arm, Profile, ProfileCell
 from speclen.store.database import Store
 from speclen.store.schema import StoredState
 from tests.support.control_fakes import report
-from tests.support.fake_estimator import FakeEstimator
+from tests.support.fake_estimator import FakeEstimators
 from tests.support.service_parts import ELSEWHERE, KEY, Parts
 
 
@@ -39,17 +39,17 @@ def saved(path, *more_reports) -> StoredState:
     return stored
 
 
-def restored(stored: StoredState, path) -> tuple[FakeEstimator, Registry, list, list]:
-    estimator, registry = FakeEstimator(), Registry(lambda: 0.0, 10, 10)
-    return estimator, registry, *restore(estimator, registry, stored, path)
+def restored(stored: StoredState, path) -> tuple[FakeEstimators, Registry, list, list]:
+    estimators, registry = FakeEstimators(), Registry(lambda: 0.0, 10, 10)
+    return estimators, registry, *restore(estimators, registry, stored, path)
 
 
 def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
     stored = saved(tmp_path / "s.db")
-    estimator, registry, forgotten, aside = restored(stored, tmp_path / "s.db")
+    estimators, registry, forgotten, aside = restored(stored, tmp_path / "s.db")
     assert (forgotten, aside, stored.last_group_id, stored.last_profile_id) == ([], [], 2, 1)
     assert {key: context.context_id for key, context in registry.contexts.items()} == {KEY: 1, ELSEWHERE: 2}
-    assert [row.num_steps for row in estimator.rows(KEY)] == [5]
+    assert [row.num_steps for row in estimators[KEY].rows()] == [5]
     for name in ("w", "v"):
         worker = registry.workers[name]
         assert (worker.epoch, worker.address, worker.policy) == (7, "host:1", "adaptive")
@@ -61,11 +61,11 @@ def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
 def test_an_invalid_state_is_set_aside_and_its_context_starts_from_scratch(tmp_path, state):
     stored = saved(tmp_path / "s.db")
     stored.states[1] = state
-    estimator, registry, forgotten, [event] = restored(stored, tmp_path / "s.db")
+    estimators, registry, forgotten, [event] = restored(stored, tmp_path / "s.db")
     assert (event.kind, event.content) == ("state_set_aside", state)
     assert "t + d" in event.detail
     assert [context.key for context in forgotten] == [KEY]
-    assert estimator.table(KEY).arm_for(1) == Arm(3), "its profile seeds it again"
+    assert estimators[KEY].table().arm_for(1) == Arm(3), "its profile seeds it again"
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
 
 

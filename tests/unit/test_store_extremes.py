@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from speclen import store
-from speclen.controller.estimator import Contexts
+from speclen.controller.estimator import Estimators
 from speclen.controller.wire.messages import MAX_INTEGER, MAX_LATENCY_S, MAX_TOKENS, MIN_LATENCY_S
 from speclen.records import Arm, Limits
 from speclen.store.retention import KEEP_REPORTS
@@ -79,7 +79,7 @@ def extreme(rng: random.Random, seq: int, latencies: tuple[float, ...]) -> pb.St
 
 @pytest.mark.parametrize("latencies", [(MIN_LATENCY_S, MAX_LATENCY_S, 0.02), (MIN_LATENCY_S,)])
 async def test_what_is_learned_from_extreme_reports_is_taken(connection, latencies):
-    rng, parts = random.Random(0), Parts(estimator=Contexts(), limits=LIMITS)
+    rng, parts = random.Random(0), Parts(estimators=Estimators(), limits=LIMITS)
     workers = [parts.worker(f"w{number}") for number in range(2)]
     for number in range(1, 11):
         for worker in workers:
