@@ -1,5 +1,7 @@
 """Estimators that count: the interface that the controller uses, no statistics, and failures on demand."""
 
+from __future__ import annotations
+
 import json
 from collections import Counter
 from collections.abc import Sequence
