@@ -1,6 +1,6 @@
-"""Learns from reported steps of one context and selects arms: hardware, engine and a pair of models. No I/O, no clock.
+"""Learns step times and tokens per step of one context from reports, and selects arms. No I/O, no clock.
 
-The same calls in the same order give the same decisions, bit for bit, also with `save` and `restore` in between.
+The same calls in the same order give the same decisions, bit for bit, even with `save` and `restore` in between.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ from speclen.records import (
 )
 
 POOL = ""  # name of the group of workers that share their evidence
-CAUSED = {
-    StepFlag.CATCH_UP,
-    StepFlag.CHANGED_ARM,
-}  # flags that a probe can cause; other slow steps are not charged to it
+CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # flags a probe can cause; other slow steps are not charged to it
 TRAFFIC_MEMORY = 1000.0  # steps over which class mix, context, prefill and waiting are averaged
 MOST_SAVED = 12.0  # steps' worth of exploration that can be saved, or owed
 FORM = 2  # of what `save` returns
@@ -71,8 +68,8 @@ class Outcome(NamedTuple):
 class Group:
     """Workers that share a table: all but isolated ones, each of which has its own.
 
-    solution, ratios, load: of the last solution, None before it. profile_share: weight of the profile's evidence, which
-    only falls: what was contradicted once stays so. num_learned: reports.
+    solution, ratios, load: the last estimates, None before the first. profile_share: weight of the profile's evidence. It
+    never rises again after live reports contradicted the profile. num_learned: reports learned from.
     """
 
     selection: Selection
@@ -143,7 +140,7 @@ class Traffic:
 
 @dataclass(eq=False)
 class State:
-    """Everything that was learned. profiled: range of batch sizes of a profile."""
+    """Everything that is saved. profiled: smallest and largest batch size of the profile."""
 
     form: int
     settings: EstimatorSettings
@@ -164,9 +161,9 @@ STATE = TypeAdapter(State)
 
 
 class Estimator:
-    """Ask it for arms and probes, and tell it the steps that were run. One thread calls it.
+    """Takes reports of steps, and returns arms and probes. One thread calls it.
 
-    limits: of the workers; key: stands in decisions.
+    limits: the workers' largest batch size and speculation length; key: the context that decisions name.
     """
 
     def __init__(
@@ -199,7 +196,7 @@ class Estimator:
     # Tell.
 
     def observe(self, records: Sequence[StepRecord], worker: str = "") -> Outcome:
-        """Learn from consecutive steps of one worker; returns what changed."""
+        """Learn from consecutive steps of one worker. Returns changed choices and detected changes."""
         if not records:
             return Outcome([], [])
         state, s = self._state, self.settings
@@ -234,7 +231,7 @@ class Estimator:
         return self._choose(name, events, "more tokens per second are expected")
 
     def _changed(self, tokens: TokenEvidence, kind: int, statistic: float) -> DriftEvent:
-        """Forget what was learned of a class before its text changed."""
+        """Forget a class's tokens per step from before its text changed."""
         tokens.forget(kind)
         text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
         return DriftEvent(self.key, "acceptance", statistic, text)
@@ -279,7 +276,10 @@ class Estimator:
                 worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
 
     def seed(self, profile: Profile) -> list[Decision]:
-        """Take an offline profile as a prior, as far as nothing was learned. ValueError for cells beyond the limits."""
+        """Use an offline profile as the prior. It is ignored once reports were learned from.
+
+        Raises ValueError for cells beyond the limits.
+        """
         state = self._state
         for cell in profile.cells:
             for what, value, most in (
@@ -298,7 +298,7 @@ class Estimator:
         return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
 
     def guess(self, survival: Sequence[float], trials: float = 0.0) -> None:
-        """Take a first guess of acceptance. survival: as of a `Profile`; trials: that it counts for, 0 for usual."""
+        """Set the prior of acceptance. survival: as in a `Profile`; trials: its weight, 0 for the default."""
         self._state.survival, self._state.survival_trials = tuple(survival), trials
 
     def widen(self, limits: Limits) -> list[Decision]:
@@ -362,7 +362,7 @@ class Estimator:
     # Estimates.
 
     def _choose(self, name: str, events: list[DriftEvent], reason: str) -> Outcome:
-        """Solve again and select. After an event of workers, for all groups."""
+        """Solve again and select arms. After a detected change, do so for all groups."""
         state, decisions = self._state, []
         names = list(state.groups) if events else [name]
         for each in names:
@@ -386,7 +386,7 @@ class Estimator:
         return known | ((grid.high >= state.profiled[0]) & (grid.low <= state.profiled[1]))
 
     def _solve(self, name: str) -> None:
-        """Estimate again for a group."""
+        """Solve again for a group, with all evidence of its workers."""
         state, s = self._state, self.settings
         group, before = state.groups[name], state.cells
         state.cells = state.workers.trim(before, s.max_cells)
@@ -455,8 +455,8 @@ class Estimator:
     def _step_s(self, name: str) -> np.ndarray:
         """Expected seconds of a step, [ranges, arms].
 
-        A range's level is what its own samples took, or its neighbours'. Contrasts tell one size from another only where
-        the load changes: choices need no more, figures of a size do.
+        The level of a range is measured on its own samples, or interpolated between its neighbours. Contrasts compare
+        batch sizes only when the load changes, which is enough to select arms but not to report step times.
         """
         log_time, log_sizes = self._estimates[name].log_time, np.log(self._grid.sizes)
         count, seconds, _ = self._samples(name)

@@ -2,9 +2,9 @@
 
     log T_t = level_t + theta(cell_t) + noise        theta(cell) = log(sum_i exp(phi_i) f_i(cell)) + rho(cell)
 
-level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. So each step is compared with an exponential
-mean of the steps before it. A contrast is a row c (1 at its own cell, minus the weights of the cells before) with the
-difference d of log times, and all contrasts are summed up in
+level_t is whatever slows all arms alike, such as clocks, the host, other load, or warm-up. So each step is compared with an
+exponential mean of the steps before it. A contrast is a row c (1 at its own cell, minus the weights of the cells before)
+with the difference d of log times, and all contrasts are summed up in
 
     M = sum c c' / sigma^2        z = sum c d / sigma^2
 
@@ -34,11 +34,11 @@ from speclen.records import Profile
 TAIL = 64  # steps before that a step is compared with
 NEAR, FAR = 4, 16  # steps between those that tell how the level wanders: overlapped neighbours share their times
 LEAST_GAIN = 0.05
-CHUNK = 64  # steps learned from at once: no matrix is so large that BLAS would use threads
+CHUNK = 64  # steps learned from at once: small enough that BLAS uses one thread
 SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
-OTHER_MACHINE = 2.5  # change of the log level after which what was learned of times is forgotten
+OTHER_MACHINE = 2.5  # change of the log level after which learned step times are forgotten
 LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times as many over which observed times are
-LARGEST = 1.0  # log difference from what is believed beyond which a sample says no more
+LARGEST = 1.0  # log difference from the estimate at which samples are clipped
 
 
 def _zeros() -> np.ndarray:
@@ -122,7 +122,7 @@ class Evidence:
         if not len(differences):
             return
         squares = contrasts * contrasts
-        # Steps of one cell after the other say nothing of others, and what is known of those does not age with them.
+        # Steps that follow each other in one cell carry no information about others, so they do not age it.
         size = squares.sum(axis=1)
         self.fade(exp(-float(np.minimum(size, 1.0).sum()) / s.memory))
         surprise = np.abs(differences - contrasts @ believed.theta[known])
@@ -220,8 +220,8 @@ class Prior:
     def weight(self, fit: np.ndarray) -> float:
         """Share of its evidence that counts. fit: squared errors of contrasts beyond noise, and their amount.
 
-        It falls with the third power of the ratio of variances. Otherwise a profile that is wrong by a factor would keep
-        arms from being tried.
+        It falls with the third power of the ratio of variances: otherwise a profile that is wrong by a factor would
+        prevent probes of arms that it disfavours.
         """
         error = (8.0 * self.sd**2 + max(float(fit[0]), 0.0)) / (8.0 + float(fit[1]))
         return min((self.sd**2 / error) ** 3, 1.0)
@@ -277,7 +277,7 @@ COLD = Solution(PRIOR_MEAN, PRIOR_PRECISION, np.zeros(0), np.zeros((0, 0)))  # b
 
 @dataclass(eq=False)
 class Believed:
-    """Believed theta of cells, its variance, and theta by a profile if there is one, [cells]."""
+    """Estimated theta of cells, its variance, and theta by the profile if there is one, [cells]."""
 
     theta: np.ndarray
     variance: np.ndarray
@@ -308,7 +308,7 @@ def solve(
 
 
 def believed_of(features: np.ndarray, solution: Solution, residual: float, profiled: np.ndarray) -> Believed:
-    """Believed step times of cells, also of those that came after the solution. profiled: residuals by a profile."""
+    """Estimates of all cells, including those added since the solution. profiled: residuals by a profile."""
     theta, gradient = shares(features, solution.phi)
     known, variance = len(solution.rho), np.full(len(features), residual**2)
     theta[:known] += solution.rho

@@ -1,18 +1,19 @@
 """Tokens per step: how many a sequence generates with each arm, by request class. It depends on the models and the text.
 
-Off-policy evaluation of finished outputs gives it exactly for every arm: steps per token r = S / T. Histograms give it for
-draft lengths: p_i = passed_i / reached_i, and E_k = 1 + sum_j prod_{i<=j} p_i. They are the prior of evaluated outputs, and
-the ratio over all classes is the prior of each class. n-grams add g tokens per step to plain decoding: measured by outputs
-that were evaluated for n-grams alone, and by every step that used them.
+Off-policy evaluation of a finished output counts exactly how many steps S each arm would have taken for its T tokens, so
+r = S / T steps per token. Histograms of accepted tokens estimate the same for draft lengths: p_i = passed_i / reached_i,
+and E_k = 1 + sum_j prod_{i<=j} p_i. They are the prior of evaluated outputs, and the ratio over all classes is the prior of
+each class. n-grams add g tokens per step to plain decoding. Outputs that were evaluated for n-grams alone measure g, and so
+does every step that used n-grams.
 
-Requests differ in acceptance. Those whose drafts are rejected take more steps, and more so with long drafts, so that E_k
-is too high for lengths above those in use. Let log E_k of a request be mu_k + sigma_k z with a normal z, weighted by tokens.
+Requests differ in acceptance. Those whose drafts are rejected take more steps, and more so with long drafts, so E_k is too
+high for lengths above those in use. Let log E_k of a request be mu_k + sigma_k z with a normal z, weighted by tokens.
 In steps with draft length j a request counts in proportion to 1 / E_j, and E_k appears exp(sigma_k (sigma_k - sigma_j))
 times too high. sigma_k is proportional to d log E_k / d log p. Its scale is measured: successive steps have the same
 sequences, so the covariance of their tokens is the variance among requests.
 
-All of it is averaged over requests, in two memories. Where the short one differs from the long one by more than chance
-explains, the text has changed, and the short one replaces the long one.
+All sums are averaged over requests in two memories. Where the short one differs significantly from the long one, the text
+has changed, and the short one replaces the long one.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ DEEPER = 0.98  # acceptance of a position relative to the one before, unseen
 COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
 KEPT = 0.25  # share of the short memory that is kept when the text has changed
-PAIR_MEMORY = 1024.0  # steps over which the spread among requests is averaged
-MOST_PAIRED = 8  # sequences of a class: what all sequences have in common would count for more in larger batches
-MOST_SPREAD = 0.5  # of the log tokens per step: more is a change of the text, not a difference among requests
+PAIR_MEMORY = 1024.0  # steps over which the variance among requests is averaged
+MOST_PAIRED = 8  # sequences of a class in a step: in larger batches, deviations that all share would dominate
+MOST_SPREAD = 0.5  # standard deviation of log tokens per step among requests; more is a change of the text
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 SUMS = ("requests", "positions", "pairs", "own", "alone", "tokens", "arms", "logs")  # fields of `TokenEvidence`
@@ -86,7 +87,7 @@ class TokenEvidence:
         return cls(*(sum(getattr(each, name) for each in evidence) for name in SUMS))
 
     def absorb(self, other: TokenEvidence) -> None:
-        """Add the evidence of another worker, which may have had shorter lengths: its longest stands for longer ones."""
+        """Add the evidence of another worker. If it has shorter lengths, its longest one stands for all longer ones."""
         for name in SUMS:
             mine, its = getattr(self, name), getattr(other, name)
             more = mine.shape[-1] - its.shape[-1]
@@ -139,16 +140,17 @@ class TokenEvidence:
                 self.positions[:, kind, 2, length - 1] += rows
 
     def _fade(self, source: int, kind: int, requests: float, settings: EstimatorSettings) -> None:
-        """Let what outputs told of a class count for less, and count new ones."""
+        """Decay a class's evidence from outputs, and count the new outputs."""
         for memory, length in enumerate((settings.long_memory, settings.short_memory)):
             self._keep(source, kind, memory, exp(-requests / length), requests)
 
     def _fade_steps(
         self, source: int, kind: int, num_steps: int, rows: int, requests: float, settings: EstimatorSettings
     ) -> None:
-        """The same for steps. Steps of one sequence are alike, so the short memory has as many samples as sequences.
+        """Decay a class's evidence from steps, and count the new ones.
 
-        rows: sequences in these steps; requests: that began.
+        Steps of one sequence are alike, so the short memory counts sequences. rows: sequences in these steps, summed over
+        steps; requests: that began.
         """
         self._keep(source, kind, 0, exp(-requests / settings.long_memory), requests)
         kept = exp(-num_steps / settings.short_steps)
@@ -163,7 +165,7 @@ class TokenEvidence:
         self.requests[memory, kind, source] = self.requests[memory, kind, source] * kept + requests
 
     def _add_own(self, kind: int, length: int, histogram: list[int], ratios: Ratios) -> None:
-        """Tokens that n-grams gained beside the draft model, of which some would be gained by n-grams alone."""
+        """Count the tokens that n-grams added to those of the draft model."""
         slope = float(ratios.slope[length])
         rows, tokens = sum(histogram), sum(at * number for at, number in enumerate(histogram, 1))
         gained = tokens - rows * float(ratios.expected[kind, 1, length] - slope * ratios.gain[kind])
@@ -179,7 +181,7 @@ class TokenEvidence:
             log_speed = float(np.log(output.num_tokens / values[0, 1, 0]))
             self.logs[:, kind, 0] += log_speed, log_speed**2
         if values.shape[2] < min(self.arms.shape[-1], 2):
-            return  # nothing of the draft model
+            return  # not evaluated for draft lengths
         self._fade(WHOLE, kind, 1.0, settings)
         values = values[:, :, np.minimum(np.arange(self.arms.shape[-1]), values.shape[2] - 1)]
         self.arms[:, kind] += whole * values
@@ -188,7 +190,7 @@ class TokenEvidence:
         self.logs[:, kind, 1] += log_speed, log_speed**2
 
     def changes(self, settings: EstimatorSettings) -> list[tuple[int, float]]:
-        """Classes whose text has changed, and by how many standard errors."""
+        """Request classes whose text has changed, each with the difference in standard errors."""
         long, short = self.requests
         if not (short >= LEAST_REQUESTS[0]).any():
             return []
@@ -204,7 +206,7 @@ class TokenEvidence:
         return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > settings.change)]
 
     def forget(self, kind: int) -> None:
-        """Let the short memory of a class replace the long one, as a quarter of it: the rest is of the text before."""
+        """Replace a class's long memory by a quarter of the short one: the rest describes the text before the change."""
         for name in SUMS:
             values = getattr(self, name)
             values[:, kind] = KEPT * values[1, kind]
@@ -225,7 +227,7 @@ class TokenEvidence:
         return np.stack(found, axis=-1)
 
     def _variance(self, settings: EstimatorSettings) -> np.ndarray:
-        """Of the log tokens per step among requests by source, [classes, 4]: as evaluated outputs tell it, but not less."""
+        """Variance of log tokens per step among requests, by source, [classes, 4]. Outputs measure it; it has a floor."""
         number = self.requests[0, :, ALONE:] + 1e-9
         total, squares = np.moveaxis(self.logs[0], -1, 0)
         spread = np.maximum(squares - total**2 / number, 0.0)
@@ -235,7 +237,7 @@ class TokenEvidence:
 
 
 def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
-    """Steps, steps with a draft, and verified tokens, [3, 2, lengths that were evaluated]; True if with n-grams, too."""
+    """Steps, steps that drafted, and verified tokens, [3, 2, evaluated lengths]; True if n-gram arms were evaluated."""
     half = len(output.num_steps) // 2
     # The arm in the middle never drafts only if it is n-gram alone: then the second half are arms with n-grams.
     has_ngrams = len(output.num_steps) == 2 * half and not output.num_drafted_steps[half]
@@ -250,7 +252,8 @@ class Ratios:
     accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
     classes together, [positions]. expected: tokens per step, at least 1, [classes, 2, lengths]; drafted: share of steps
     that draft; verified: tokens per step; the same shape. gain: tokens per step that n-grams alone gain, [classes];
-    slope: of that, what arms with n-grams gain beside the draft model, [lengths]. num_ngram: requests that tell it.
+    slope: share of that gain left beside the draft model, [lengths]. num_ngram: requests that measured it. steepness: see
+    `_steepness`.
     """
 
     accepted: Array
@@ -265,7 +268,7 @@ class Ratios:
 
 
 def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) -> np.ndarray:
-    """Acceptance by position before anything was seen: a profile's as far as there is one, [positions].
+    """Acceptance by position before any report, [positions]: the profile's where it has one.
 
     survival: P(the first i draft tokens are all accepted).
     """
@@ -280,7 +283,7 @@ def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) 
 
 
 def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: EstimatorSettings) -> Ratios:
-    """Estimates. unseen: acceptance by position before anything was seen; trials: that it counts for."""
+    """Estimate tokens per step. unseen: acceptance by position before any report; trials: its weight."""
     reached, passed, drafted_by_length = total.positions[0].transpose(1, 0, 2)
     everyone = _accepted_by_all(reached.sum(axis=0), passed.sum(axis=0), unseen, trials)
     accepted = (passed + s.prior_tokens * everyone) / (reached + s.prior_tokens)
@@ -296,7 +299,7 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
     tokens, lengths = total.tokens[0], np.arange(sums.shape[1])
     steps, drafted, verified = total.arms[0].transpose(1, 0, 2, 3)
     expected = 1.0 / _shrunk(steps[:, 0], tokens, 1.0 / sums, s.prior_tokens)
-    # What n-grams gain alone, and what is left of that beside the draft model.
+    # The gain of n-grams alone, and the share of it that is left beside the draft model.
     whole = (tokens.sum() + s.prior_tokens) / (steps.sum(axis=0) + s.prior_tokens)
     usual = np.maximum((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0)
     slope = np.clip((whole[1] - whole[0] + 0.2 * usual) / (max(whole[1, 0] - 1.0, 0.0) + 0.2), 0.0, 1.0)
@@ -308,7 +311,7 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
     evaluated = 1.0 / _shrunk(steps[:, 1], tokens, 1.0 / (expected + slope * usual_gain), s.prior_tokens)
     with_ngrams = evaluated + slope * (gain - (evaluated[:, 0] - 1.0))[:, None]
     both = np.clip(np.stack([expected, with_ngrams], axis=1), 1.0, MAX_SPECULATION_LENGTH + 1.0)
-    # Steps that draft, and verified tokens: matches become rarer where the gain does.
+    # Steps that draft, and verified tokens. n-gram matches are assumed to be as frequent as the gain is large.
     count = steps.sum(axis=0) + s.prior_tokens
     share = np.where(lengths > 0, (drafted.sum(axis=0) + s.prior_tokens) / count, 0.0)
     matches = (1.0 - share[1]) * ((gain + 0.1) / (evaluated[:, 0] - 0.9).clip(0.1))[:, None]
@@ -348,7 +351,7 @@ def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray
 
 
 def _shrunk(sums: np.ndarray, tokens: np.ndarray, prior: np.ndarray, weight: float) -> np.ndarray:
-    """Per token: evaluated outputs with histograms as their prior, and everybody's ratio as that of a class."""
+    """Ratio per token by class. The prior of evaluated outputs is the histograms'; that of a class is the ratio of all."""
     share = (tokens + 1.0) / (tokens + 1.0).sum()
     usual = share @ prior
     everyone = (sums.sum(axis=0) + weight * usual) / (tokens.sum() + weight)

@@ -16,7 +16,7 @@ from speclen.controller.estimator.step_time import COLD, Believed, Evidence, sol
 from speclen.controller.estimator.tokens import ALONE, COMPARED_LENGTH, DRAFTS, OWN, WHOLE, TokenEvidence, ratios_of
 from speclen.records import StepRecord
 
-MOST_TRACKED = 16  # workers compared with each other; the evidence of others is pooled
+MOST_TRACKED = 16  # workers compared with each other; evidence of further workers is pooled
 COMPARED = 64  # reports of a worker between two comparisons
 EXPIRED = 20_000  # reports of others after which a worker without any has expired
 SIGNIFICANT = 3.0  # standard deviations
@@ -46,11 +46,11 @@ class Worker:
 
     @property
     def is_due(self) -> bool:
-        """True when it is to be compared."""
+        """True if the next comparison is due."""
         return self.num_reports - self.compared_at >= COMPARED
 
     def note(self, features: np.ndarray, unseen: np.ndarray, settings: EstimatorSettings) -> None:
-        """Estimate from the reports of this worker alone. features: of all cells."""
+        """Estimate step times and tokens from this worker's reports alone. features: of all cells."""
         self.compared_at = self.num_reports
         self.times.grow(len(features))
         solution, none = COLD, np.zeros(len(features))
@@ -68,9 +68,9 @@ class Worker:
         self.speed = np.stack([np.log(speed), settings.request_sd**2 / np.maximum(requests, 1e-3)])
 
     def agrees_in_times(self, other: Worker, most: float) -> bool:
-        """True unless step times of both differ by more than a factor, in cells that both have seen.
+        """True unless the step times of the two differ by more than a factor in cells that both have seen.
 
-        A worker that is apart stays so until there is enough evidence that it agrees.
+        An isolated worker stays isolated until there is enough evidence that it agrees.
         """
         count = min(len(self.theta), len(other.theta))
         weight = np.minimum(self.precision[:count], other.precision[:count])
@@ -105,7 +105,10 @@ class Worker:
 
 @dataclass(eq=False)
 class Workers:
-    """tracked: compared with each other; untracked: others, whose evidence is in `shared`, as is that of expired ones."""
+    """All workers of a context.
+
+    tracked: compared with each other. untracked: further ones. shared: evidence of untracked and expired workers.
+    """
 
     shared: Worker
     tracked: dict[str, Worker] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class Workers:
         return [self.shared, *self.tracked.values(), *self.untracked.values()]
 
     def find(self, name: str, num_reports: int, isolated: Container[str], new: Callable[[], Worker]) -> Worker:
-        """The worker of this name, which may be new; then those that have expired make room."""
+        """The worker of this name. A new one is added after expired ones were removed."""
         known = self.tracked.get(name) or self.untracked.get(name)
         if known is not None:
             return known
