@@ -202,7 +202,6 @@ class Worker:
             self._alike = self._alike + 1 if arm == self._last else 0
             if self._alike < len(transition):
                 extra_s += transition[self._alike] * step_s
-            if not self._alike:
                 flags.append(StepFlag.CHANGED_ARM)
         if (batch, arm) not in self._used:
             self._used.add((batch, arm))

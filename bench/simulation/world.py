@@ -62,7 +62,7 @@ class World(NamedTuple):
     @property
     def probe_steps(self) -> int:
         """Steps that a probe takes, as a worker of this kind asks for."""
-        return 5 if self.overlapped else 4 if self.transition else 3
+        return 5 if self.overlapped else 4 + len(self.transition) if self.transition else 3
 
 
 class Truth:

@@ -268,10 +268,14 @@ class Estimator:
         return known
 
     def _earn(self, name: str, worker: Worker, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
-        """Add to the exploration budget, and charge what steps of probes took beyond their arm's expected time."""
+        """Add to the exploration budget, and charge the time that probes took beyond their arms' expected step times.
+
+        The slow steps after a probe, with which the arm in use returns, are charged as well.
+        """
         worker.spare = min(worker.spare + self.settings.explored * len(records), MOST_SAVED)
         for at, record in zip(ranges, records, strict=True):
-            if record.probe_id and record.flags and record.flags <= CAUSED:
+            worker.is_probing = bool(record.probe_id) or (worker.is_probing and StepFlag.CHANGED_ARM in record.flags)
+            if worker.is_probing and record.flags and record.flags <= CAUSED:
                 expected_s = float(self._step_s(name)[at, self._grid.place(record.arm)])
                 worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
 

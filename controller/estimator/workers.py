@@ -24,11 +24,12 @@ SIGNIFICANT = 3.0  # standard deviations
 
 @dataclass(eq=False)
 class Worker:
-    """Evidence of one worker. apart: differs from the others in step times, in tokens.
+    """Evidence of one worker.
 
-    theta, precision: own step times by cell at the last comparison. speed: own log tokens per step by class, drafted and
-    with n-grams alone, and its variance, [2, 2 * classes]. batch_size: of its newest step. spare: exploration that it has
-    earned, in steps. waiting: its reports that were not learned from yet.
+    apart: differs from the others in step times, in tokens. theta, precision: own step times by cell at the last
+    comparison. speed: own log tokens per step by class, drafted and with n-grams alone, and its variance,
+    [2, 2 * classes]. batch_size: of its newest step. spare: exploration budget, in steps. is_probing: in the steps of a
+    probe and in the slow ones after it. waiting: reports not yet learned from.
     """
 
     times: Evidence
@@ -38,6 +39,7 @@ class Worker:
     last_seen: int = 0
     batch_size: int = 0
     spare: float = 0.0
+    is_probing: bool = False
     waiting: list[StepRecord] = field(default_factory=list)
     apart: tuple[bool, bool] = (False, False)
     theta: Array = field(default_factory=lambda: np.zeros(0))
