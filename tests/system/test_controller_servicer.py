@@ -30,6 +30,14 @@ from tests.support.control_fakes import (
 )
 
 
+async def test_the_simplest_client_reports_a_step_and_receives_a_length(tmp_path):
+    async with served(tmp_path) as at:
+        await at.stub.RegisterWorker(registration())
+        for seq, applied in ((1, 1), (2, 2), (2, 2), (1, 2), (5, 5)):  # repeated and missing ones are not errors
+            answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
+            assert (answer.applied_seq, answer.speculation_length <= LIMITS.max_speculation_length) == (applied, True)
+
+
 async def test_a_table_that_changed_is_pushed_to_the_other_workers(tmp_path):
     async with served(tmp_path) as at:
         for worker_id in ("w", "listener"):

@@ -1,5 +1,6 @@
 """Reports acknowledged as durable survive kills of the controller. Kills at every step of a commit: scripts/chaos."""
 
+import json
 import os
 import random
 import subprocess
@@ -7,8 +8,10 @@ import sys
 from pathlib import Path
 
 from chaos.fault import Place
-from chaos.kills import kill_along
+from chaos.kills import kill_along, kill_controller_under_load
+from typer.testing import CliRunner
 
+from speclen.cli.app import app
 from speclen.store.database import Store
 from tests.support.store_rows import moment, rows, written
 
@@ -45,3 +48,11 @@ def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
 def test_acknowledged_reports_survive_every_kill_and_count_once(tmp_path):
     plan = ["COMMIT:2", "", "INSERT INTO step_reports:3", "", "RELEASE:1"]
     assert kill_along(Place(tmp_path, 0.0, random.Random(5)), plan) > 100
+    replayed = json.loads(CliRunner().invoke(app, ["replay", "--db", str(tmp_path / "speclen.db"), "--json"]).stdout)
+    assert replayed["exact"], replayed
+    assert replayed["num_stored"] > 2
+
+
+def test_workers_serve_through_kills_of_their_controller_and_lose_no_report(tmp_path):
+    """Every answer is the target's own, as transformers generates it."""
+    kill_controller_under_load(Place(tmp_path, 0.0, random.Random(5)))
