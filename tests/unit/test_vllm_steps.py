@@ -8,7 +8,6 @@ with vLLM's interface, and from the real one as it was recorded.
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, Limits, StepFlag, StepRecord
 from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
+from tests.support.vllm_steps import Steps
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_steps.jsonl"
 
@@ -188,34 +188,27 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
 # Accepted tokens.
 
 LENGTH = 3
+CHOICE = ArmChoice(Arm(LENGTH))
 
 
-class Steps:
-    """A scheduler's steps, one after another, of sequences that hold 100 tokens each."""
+class Running(Steps):
+    """Sequences that hold 100 tokens each, and verify and draft LENGTH tokens in every step."""
 
-    def __init__(self, names: str, traits: Traits | None = None) -> None:
-        self.tracker = StepTracker(traits or Traits(), ArmChoice(Arm(LENGTH)))
-        self.requests = {name: fake_vllm.Request(name, 100, num_computed_tokens=100) for name in names}
-        self.now = 0.0
+    def __init__(self, names, traits=None):
+        super().__init__(names, 100, CHOICE, traits)
 
-    def schedule(self, **changes: Any) -> Any:
+    def schedule(self, **changes):
         contexts = [each.num_computed_tokens for each in self.requests.values()]
         drafts = dict.fromkeys(self.requests, [1] * LENGTH)
         output = fake_vllm.scheduled(dict.fromkeys(self.requests, 1 + LENGTH), drafts, contexts)
         vars(output).update(changes)
-        pending = self.tracker.scheduled(output, self.requests, self.now)
-        if pending is not None:
-            self.tracker.drafts(pending, ArmChoice(Arm(LENGTH)))
-        return output
+        return self.launch(output, CHOICE)
 
-    def end(self, output: Any, took_s: float = 0.01, **accepted: int) -> StepRecord | None:
-        """Take the result: by sequence how many tokens were accepted, none for those that are not named."""
-        self.now += took_s
-        self.tracker.arrived(output, self.requests, self.now)
-        sampled = fake_vllm.sampled({name: accepted.get(name, 0) for name in output.num_scheduled_tokens})
-        return self.tracker.finished(sampled, True)
+    def end(self, output, took_s=0.01, **accepted):
+        self.now_s += took_s
+        return self.take(output, accepted)
 
-    def step(self, **accepted: int) -> StepRecord | None:
+    def step(self, **accepted):
         return self.end(self.schedule(), **accepted)
 
 
@@ -225,7 +218,7 @@ def read(record: StepRecord | None) -> tuple[int, tuple[int, ...]]:
 
 def test_requests_that_ended_count_for_time_and_not_for_acceptance():
     """vLLM keeps what they accepted behind their end: one false sample for every request, 7% of all at 13 steps each."""
-    steps = Steps("abc", Traits(keeps_ended=True))
+    steps = Running("abc", Traits(keeps_ended=True))
     output = steps.schedule()
     del steps.requests["a"]  # it ended in the step before
     steps.requests["b"].is_over = True  # likewise, and somebody still reads its KV
@@ -236,7 +229,7 @@ def test_requests_that_ended_count_for_time_and_not_for_acceptance():
 
 
 def test_a_step_in_which_no_request_continues_is_not_reported():
-    steps = Steps("ab")
+    steps = Running("ab")
     output = steps.schedule()
     steps.requests.clear()
     assert steps.end(output, a=1) is None
@@ -244,7 +237,7 @@ def test_a_step_in_which_no_request_continues_is_not_reported():
 
 
 def test_drafts_that_a_grammar_forbids_do_not_count_as_rejected():
-    steps = Steps("abc")
+    steps = Running("abc")
     output = steps.schedule()
     output.num_invalid_spec_tokens = {"a": 2, "c": 0}  # known when the step before has ended
     assert read(steps.end(output, a=1, b=3, c=2)) == (3, (0, 0, 1, 1))
@@ -253,7 +246,7 @@ def test_drafts_that_a_grammar_forbids_do_not_count_as_rejected():
 @pytest.mark.parametrize(("longest_context", "is_void"), [(104, False), (103, True), (None, False)])
 def test_drafts_beyond_the_draft_models_context_are_not_counted(longest_context, is_void):
     """One long sequence makes the drafts of its whole batch zeros, and the batch accepts none in the next step."""
-    steps = Steps("ab", Traits(longest_context=longest_context))
+    steps = Running("ab", Traits(longest_context=longest_context))
     steps.requests["b"].num_computed_tokens = 20
     before, after = steps.step(a=1), steps.step()
     assert (StepFlag.CHANGED_ARM in before.flags) is is_void, "it did not draft"
@@ -262,7 +255,7 @@ def test_drafts_beyond_the_draft_models_context_are_not_counted(longest_context,
 
 
 def test_a_step_that_skips_its_drafts_takes_other_time():
-    steps = Steps("a")
+    steps = Running("a")
     steps.step()
     steps.step()
     skipped = steps.end(steps.schedule(skip_drafts=True))
@@ -270,7 +263,7 @@ def test_a_step_that_skips_its_drafts_takes_other_time():
 
 
 def test_a_step_without_tokens_does_not_cut_the_one_in_flight():
-    steps = Steps("a", Traits(overlapped=True))
+    steps = Running("a", Traits(overlapped=True))
     first, second = steps.schedule(), steps.schedule()
     steps.end(first)
     steps.end(steps.schedule(num_scheduled_tokens={}), took_s=0.004)
@@ -279,6 +272,6 @@ def test_a_step_without_tokens_does_not_cut_the_one_in_flight():
 
 
 def test_tokens_that_do_not_add_up_are_not_reported():
-    steps = Steps("a")
+    steps = Running("a")
     assert steps.step(a=LENGTH + 1) is None
     assert steps.tracker.num_odd == 1

@@ -8,16 +8,17 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from speclen.integrations.vllm.steering import OVERLAPPED_PROBE_STEPS, PROBE_STEPS
-from speclen.integrations.vllm.steps import StepTracker, Traits
+from speclen.integrations.vllm.steps import Traits
 from speclen.integrations.vllm.timing import DeviceClock, StepShape, overlap_flags
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
+from tests.support.vllm_steps import Steps
 
 LENGTHS = (0, 1, 3, 5)
 ROWS = 8
@@ -47,61 +48,50 @@ MACHINES |= {f"{name}, late drafts": replace(machine, late=True) for name, machi
 MACHINES["crossing"] = Machine(7.0, 0.4, 3.0, 3.0, 0.4)
 
 
-class InFlight(NamedTuple):
-    output: Any
-    result_at: float
-
-
-class Queue:
+class Queue(Steps):
     """vLLM's loop on one machine. Every sequence accepts what it drafted. timed: by the device's clock."""
 
     def __init__(self, machine: Machine, timed: bool = False, jitter: float = 0.0) -> None:
         self.machine, self.jitter, self.dice = machine, jitter, random.Random(7)
-        traits, clock = Traits(overlapped=True, late_drafts=machine.late), DeviceClock(lambda: Event(self))
-        self.tracker = StepTracker(traits, ArmChoice(Arm(0)), clock if timed else None)
-        self.requests = {str(at): fake_vllm.Request(str(at), 10) for at in range(ROWS)}
-        self.now_ms, self.device_free_ms, self.verified = 0.0, 0.0, 0
-        self.in_flight: deque[InFlight] = deque()
+        clock = DeviceClock(lambda: Event(self)) if timed else None
+        traits = Traits(overlapped=True, late_drafts=machine.late)
+        super().__init__(map(str, range(ROWS)), 10, ArmChoice(Arm(0)), traits, clock)
+        self.device_free_s, self.verified = 0.0, 0
+        self.in_flight: deque[tuple[Any, float]] = deque()
         self.records: list[StepRecord] = []
 
-    def launch(self, choice: ArmChoice, new: tuple[str, ...] = ()) -> None:
+    def start(self, choice: ArmChoice, new: tuple[str, ...] = ()) -> None:
         """Schedule a step and launch its passes; `new` sequences compute their prompts."""
         names, machine, drafted = [*self.requests], self.machine, choice.arm.speculation_length
         tokens = {name: 60 if name in new else 1 + self.verified for name in names}
         drafts = {name: [1] * self.verified for name in names if name not in new}
-        output = fake_vllm.scheduled(tokens, drafts, [50] * (len(names) - len(new)), new)
-        pending = self.tracker.scheduled(output, self.requests, 1e-3 * self.now_ms)
-        self.tracker.drafts(pending, choice)
-        begin = max(self.now_ms, self.device_free_ms)
-        self.now_ms += self.about(machine.host)
-        verify = self.about(machine.device + machine.device_verify * self.verified + 30 * len(new))
-        verify_end = max(begin + verify, self.now_ms)
-        self.now_ms += self.about(machine.host_draft * drafted)
-        self.device_free_ms = max(verify_end + self.about(machine.device_draft * drafted), self.now_ms)
-        self.in_flight.append(InFlight(output, verify_end if machine.late else self.device_free_ms))
+        output = self.launch(fake_vllm.scheduled(tokens, drafts, [50] * (len(names) - len(new)), new), choice)
+        begin = max(self.now_s, self.device_free_s)
+        self.now_s += self.about(machine.host)
+        verify_s = self.about(machine.device + machine.device_verify * self.verified + 30 * len(new))
+        verified_at = max(begin + verify_s, self.now_s)
+        self.now_s += self.about(machine.host_draft * drafted)
+        self.device_free_s = max(verified_at + self.about(machine.device_draft * drafted), self.now_s)
+        self.in_flight.append((output, verified_at if machine.late else self.device_free_s))
         self.verified = drafted
 
     def about(self, ms: float) -> float:
-        """A duration with this mean."""
-        return ms * max(0.2, self.dice.gauss(1.0, self.jitter)) if self.jitter else ms
+        """Seconds with this mean."""
+        return 1e-3 * ms * max(0.2, self.dice.gauss(1.0, self.jitter)) if self.jitter else 1e-3 * ms
 
-    def take(self) -> None:
+    def wait(self) -> None:
         """Wait for the oldest result."""
         output, result_at = self.in_flight.popleft()
-        self.now_ms = max(self.now_ms, result_at)
+        self.now_s = max(self.now_s, result_at)
         drafts = output.scheduled_spec_decode_tokens
-        sampled = fake_vllm.sampled(
-            {name: len(drafts[name]) if name in drafts else 0 for name in output.num_scheduled_tokens}
-        )
-        self.tracker.arrived(output, self.requests, 1e-3 * self.now_ms)
-        if (record := self.tracker.finished(sampled, True)) is not None:
+        if (record := self.take(output, {name: len(ids) for name, ids in drafts.items()})) is not None:
             self.records.append(record)
 
     def run(self, choices: Iterator[ArmChoice] | list[ArmChoice]) -> list[StepRecord]:
         for choice in choices:
-            self.launch(choice)
+            self.start(choice)
             if len(self.in_flight) == 2:
-                self.take()
+                self.wait()
         return self.records
 
 
@@ -112,23 +102,23 @@ class Event:
         self.queue = queue
 
     def record(self) -> None:
-        self.reached_ms = max(self.queue.now_ms, self.queue.device_free_ms)
+        self.reached_s = max(self.queue.now_s, self.queue.device_free_s)
 
     def query(self) -> bool:
-        return self.queue.now_ms >= self.reached_ms
+        return self.queue.now_s >= self.reached_s
 
     def elapsed_time(self, end_event) -> float:
         assert end_event.query(), "nobody waits for a device"
-        return end_event.reached_ms - self.reached_ms
+        return 1e3 * (end_event.reached_s - self.reached_s)
 
 
 def true_ms(machine: Machine, length: int, jitter: float = 0.0) -> float:
     """Milliseconds of a step, when only this length is used."""
     queue, num_steps = Queue(machine, jitter=jitter), 800 if jitter else 40
     queue.run([ArmChoice(Arm(length))] * 40)
-    before = queue.now_ms
+    before = queue.now_s
     queue.run([ArmChoice(Arm(length))] * num_steps)
-    return (queue.now_ms - before) / num_steps
+    return 1e3 * (queue.now_s - before) / num_steps
 
 
 def changing(seed: int, num_holds: int) -> Iterator[ArmChoice]:
@@ -230,8 +220,8 @@ def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable(name, timed,
     queue = Queue(MACHINES[name], timed)
     queue.run([ArmChoice(Arm(3))] * 12)
     while queue.in_flight:
-        queue.take()
-    queue.now_ms += 500.0  # nobody asked for anything
+        queue.wait()
+    queue.now_s += 0.5  # nobody asked for anything
     queue.run([ArmChoice(Arm(3))] * 4)
     assert "".join("-+"[not each.flags] for each in queue.records) == usable
     assert max(each.latency_s for each in queue.records if not each.flags) < 0.1, "the wait is nobody's time"
@@ -251,8 +241,8 @@ def test_steps_whose_time_includes_prefill_are_excluded(name, timed, expected):
     queue.run([ArmChoice(Arm(3))] * 20)
     queue.records.clear()
     queue.requests["new"] = fake_vllm.Request("new", 60)
-    queue.launch(ArmChoice(Arm(3)), new=("new",))
-    queue.take()
+    queue.start(ArmChoice(Arm(3)), new=("new",))
+    queue.wait()
     queue.requests["new"].num_computed_tokens = 60
     queue.run([ArmChoice(Arm(3))] * (4 + timed))
     assert "".join("P" if StepFlag.PREFILL in each.flags else "." for each in queue.records) == expected
