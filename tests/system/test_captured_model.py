@@ -115,13 +115,6 @@ def test_captures_before_serving_are_bounded():
     assert recorder.num_recordings == 0
 
 
-def test_capturing_ends_when_memory_runs_out():
-    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
-    engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
-    assert (num_kept(engine.draft), num_kept(engine.target)) == (4, 0)
-    assert texts(engine) == texts(engines.make_engine())
-
-
 def test_passes_too_large_for_memory_do_not_prevent_other_captures(caplog):
     """The largest passes are tried first: they are logged once and run without capture."""
     recorder, chooser = PickyRecorder(8), RandomLengths(1, longest=3)

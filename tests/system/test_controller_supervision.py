@@ -2,9 +2,6 @@
 
 import asyncio
 import contextlib
-import subprocess
-import sys
-import time
 
 import pytest
 from grpc import aio
@@ -43,39 +40,6 @@ async def test_a_background_task_that_ends_fails_the_controller(tmp_path, monkey
     async with lacking(f"{part} has ended", tmp_path) as at:
         failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), PATIENCE_S)
         assert str(failure) == f"{part} has ended: broken for a test"
-
-
-# Starts a controller whose page for Prometheus breaks a second after it serves, and says when that was.
-BREAKING = """
-import asyncio, socketserver, sys, time
-from pathlib import Path
-from speclen.controller.config import ControllerConfig
-from speclen.controller.service import server
-from speclen.transport.logs import set_up_logs
-
-begun = time.monotonic()
-
-def broken(server):
-    if time.monotonic() > begun + 1:
-        print("BROKEN", time.monotonic(), flush=True)
-        raise RuntimeError("broken for a test")
-
-set_up_logs()
-socketserver.BaseServer.service_actions = broken
-config = ControllerConfig(listen="127.0.0.1:0", data_dir=Path(sys.argv[1]), metrics_listen="127.0.0.1:0")
-asyncio.run(server.serve(config, lambda line: print(line, flush=True)))
-"""
-
-
-def test_a_thread_that_ends_ends_the_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", BREAKING, tmp_path], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    ended = time.monotonic()
-    assert done.returncode == 1, done.stderr
-    assert ended - float(done.stdout.split("BROKEN")[1].split()[0]) < 10, "a second, and what a busy machine adds"
-    [told] = [line for line in done.stderr.splitlines() if "critical" in line]
-    assert "has ended" in told
 
 
 @contextlib.asynccontextmanager

@@ -94,13 +94,6 @@ def test_the_wal_of_a_running_controller_is_kept(tmp_path):
     assert {finding.check: finding.found for finding in examine(store.path)}["writer"] == "no controller is running"
 
 
-def test_a_read_only_file_is_checked_as_far_as_possible(tmp_path, monkeypatch):
-    path = write_database(tmp_path / "s.db")
-    monkeypatch.setattr("os.access", lambda *_: False)
-    found = {finding.check: finding for finding in examine(path)}["integrity"]
-    assert (found.status, "values were not checked" in found.found) == ("ok", True)
-
-
 def test_a_lock_that_cannot_be_read_is_a_finding(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
@@ -140,12 +133,6 @@ def test_every_kind_of_loss_in_the_schema_has_advice(tmp_path):
     for kind in kinds:
         finding = told[kind.replace("_", " ")]
         assert (finding.status, finding.advice != "see the controller's log") == ("warning", True)
-
-
-def test_little_space_is_a_warning(tmp_path, monkeypatch):
-    path = write_database(tmp_path / "s.db")
-    monkeypatch.setattr(module, "LOW_SPACE_BYTES", 1 << 60)
-    assert statuses(path)["space"] == "warning"
 
 
 def test_free_space_is_measured_where_a_link_points(tmp_path, monkeypatch):

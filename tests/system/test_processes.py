@@ -115,11 +115,6 @@ def test_a_restart_that_fails_is_tried_again_later(tmp_path, monkeypatch):
     died_again.wait(PATIENCE_S)
 
 
-def test_stopping_an_ended_child_is_not_an_error(tmp_path):
-    died(child(tmp_path)).stop(1.0)
-    child(tmp_path).stop(1.0)
-
-
 # Says when it was told to end. A worker then takes until both were told, and notes how many had ended before.
 PEER = """
 import signal, sys, time

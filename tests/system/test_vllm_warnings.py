@@ -12,14 +12,6 @@ from tests.support.vllm_serving import UNREACHABLE, controller, serve
 from tests.support.waiting import until
 
 
-def test_the_cost_of_the_hooks_is_logged_now_and_then(scheduler_for, caplog, monkeypatch):
-    monkeypatch.setattr("speclen.integrations.vllm.steering.TELL_S", 0.1)
-    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
-        serve(scheduler)
-        until(lambda: "steps reported (steps=19, left_out=0, median_us=" in caplog.text, what="told")
-
-
 def test_without_a_controller_the_configured_lengths_stay_and_one_line_is_logged(scheduler_for, caplog):
     with caplog.at_level(logging.INFO, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)

@@ -123,12 +123,6 @@ def test_v2_only_uses_lengths_with_graphs(tmp_path, scheduler_for):
         assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
 
 
-def test_lengths_with_graphs_are_logged(scheduler_for, caplog):
-    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
-        scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=UNREACHABLE)
-    assert "full graphs for decoding at lengths 2, 5, which alone may be chosen; 0 graphs are for" in caplog.text
-
-
 PREPARED = {"additional_config": {"speclen": {"table": [[1, 8, 4]]}}}
 
 

@@ -32,13 +32,6 @@ def test_the_profiles_table_minimises_time_per_token():
     assert set(table.arms[2:]) == {PLAIN}
 
 
-def test_a_profile_of_longer_drafts_than_the_limit_is_used_up_to_it():
-    cells = [ProfileCell(2, 0, 0.01), ProfileCell(2, 1, 0.02), ProfileCell(2, 9, 0.001)]
-    assert set(table_from_profile(cells, [0.5] * 9, LIMITS).arms) == {PLAIN}
-    with pytest.raises(ValueError, match="no cells"):
-        table_from_profile([], [], LIMITS)
-
-
 def table_of(*lengths: int) -> ArmTable:
     return ArmTable.of(
         [Choice(size, size, Arm(length)) for size, length in enumerate(lengths, 1)], LIMITS, "controller"

@@ -67,16 +67,6 @@ def test_a_profile_is_read_and_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", '{"cells": [{}], "survival": []}', '{"cells": [], "survival": [1]}']
-)
-def test_a_file_that_is_not_a_profile_is_named(tmp_path, content):
-    profile = tmp_path / "profile.json"
-    profile.write_text(content)
-    with pytest.raises(ValueError, match="profile"):
-        initial_table(WorkerConfig(profile=profile), Limits(32, 8))
-
-
-@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"policy": "fixed:9"}, "fixed:9 is over --max-length 8"),
@@ -104,12 +94,6 @@ def test_a_file_that_is_not_a_profile_is_named(tmp_path, content):
 def test_invalid_worker_settings_are_refused_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings).check_http()
-
-
-def test_web_origins_are_closed_by_default():
-    assert WorkerConfig().http_origins() == []
-    several = WorkerConfig(http_allow_origin="https://a.example:8443, tauri://localhost,*")
-    assert several.http_origins() == ["https://a.example:8443", "tauri://localhost", "*"]
 
 
 def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from speclen.worker.http.answers import chat_logprobs, completion_logprobs, token_id_name
+from speclen.worker.http.answers import chat_logprobs
 from speclen.worker.requests.detokenize import (
     REPLACEMENT,
     Detokenizer,
@@ -28,19 +28,6 @@ def test_the_bytes_of_tokens_put_together_are_the_texts(text):
     assert b"".join(token_bytes(token) or b"" for token in ids) == text.encode()
     told = chat_logprobs(ids, [TokenLogprobs(-1.0, (), ())] * len(ids), make_decode(tokenizer, False), token_bytes)
     assert bytes(byte for each in told["content"] for byte in each["bytes"]) == text.encode()
-
-
-def test_tokens_named_by_their_ids_keep_their_bytes():
-    tokenizer = tiny_models.tokenizer()
-    decode, ids = make_decode(tokenizer, False), tokenizer.encode("é")
-    logprobs = [TokenLogprobs(-1.0, (token, 9), (-1.0, -2.0)) for token in ids]
-    named = chat_logprobs(ids, logprobs, decode, make_token_bytes(tokenizer), token_id_name)["content"]
-    assert [one["token"] for one in named] == [f"token_id:{token}" for token in ids]
-    assert named[0]["top_logprobs"][1]["token"] == "token_id:9"
-    assert bytes(byte for one in named for byte in one["bytes"]) == "é".encode()
-    told = completion_logprobs(ids, logprobs, token_id_name, 0)
-    assert told["tokens"] == [f"token_id:{token}" for token in ids]
-    assert told["top_logprobs"][0] == {f"token_id:{ids[0]}": -1.0, "token_id:9": -2.0}
 
 
 def test_a_byte_that_has_a_number_for_a_name():
@@ -86,15 +73,8 @@ def test_half_a_character_at_the_end_of_the_prompt_is_not_emitted(num_output):
     assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
 
 
-def test_half_a_character_of_byte_tokens_in_the_prompt_is_not_emitted():
-    decode = make_decode(sentencepiece_style(), True)
-    prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
-    assert Detokenizer(decode, prompt).push([1]) == " the"
-    assert Detokenizer(decode, prompt).push([5 + byte for byte in "🙂".encode()[-2:]]) == "🙂"
-
-
 def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character():
-    """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
+    """Six tokens of context would begin inside a character, and the whole run of bytes would not be text."""
     prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
     assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
 

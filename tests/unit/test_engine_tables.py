@@ -71,12 +71,6 @@ def test_sglang_takes_what_is_written(parts):
     assert lengths(found) == lengths(ranges)
 
 
-def test_llama_cpp_has_one_length_and_says_so():
-    text, notes = WRITERS["llama.cpp"](table_of([(1, 5), (3, 2)]))
-    assert text == "--spec-draft-n-max 5"
-    assert "batch size 1" in notes[0]
-
-
 @pytest.mark.parametrize("table_format", ["json", *WRITERS])
 def test_export_writes_what_was_learned(tmp_path, capsys, table_format):
     database = write_database(tmp_path / "test.db")

@@ -12,7 +12,7 @@ import torch
 from speclen.records import MAX_EVALUATIONS, PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine import evaluation as evaluating
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.evaluation import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
+from speclen.worker.engine.evaluation import EvaluatedTokens, count_steps, runs_of
 from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request
 
 MAX_LENGTH = 4
@@ -68,15 +68,6 @@ def test_counts_are_those_of_a_simulation_step_by_step(longest, ngram):
         tokens = some_tokens(generator, generator.randint(1, 70))
         expected = [by_brute_force(tokens, arm) for arm in limits.arms()]
         assert [*count_steps(tokens, limits)] == [*zip(*expected, strict=True)]
-
-
-def test_n_grams_of_a_part_are_those_of_the_whole():
-    generator = random.Random(0)
-    text = [generator.randrange(4) for _ in range(300)]
-    whole, part = evaluate_ngrams(text, 1), evaluate_ngrams(text, 200)
-    assert (whole[0][199:], whole[1][199:]) == part
-    assert all(right <= proposed for proposed, right in zip(*whole, strict=True))
-    assert whole[1][-1] <= 1, "nothing stands behind the last token"
 
 
 # In the engine.

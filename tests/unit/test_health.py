@@ -46,12 +46,3 @@ async def test_a_watcher_gets_every_change():
                 await health.set("late", status)
             assert [(await watch.read()).status for watch in watches] == [status] * 2
     await server.stop(None)
-
-
-async def test_without_watch_its_calls_end_at_once():
-    server, address = await served(Health(), watched=False)
-    async with aio.insecure_channel(address) as channel:
-        with pytest.raises(aio.AioRpcError) as error:
-            await rpc.HealthStub(channel).Watch(pb.HealthCheckRequest()).read()
-        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    await server.stop(None)

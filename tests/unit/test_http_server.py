@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.responses import DONE, STILL_HERE, JobResponse
 from speclen.worker.http.schema import CompletionRequest
-from speclen.worker.http.server import Listener, num_files, spare_files
+from speclen.worker.http.server import Listener, num_files
 from speclen.worker.http.translate import completion_job
 from tests.support import tiny_models
 from tests.support.served import held, served
@@ -51,13 +51,6 @@ def test_connections_are_closed_while_only_spare_files_are_left(listener):
     assert (line["log_level"], line["limit"]) == ("warning", num_files())
 
 
-def test_connections_are_taken_while_there_are_files(listener):
-    with socket.create_connection(listener.getsockname(), timeout=5) as client:
-        accepted, address = listener.accept()
-        with accepted:
-            assert address == client.getsockname()
-
-
 def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(listener, monkeypatch):
     """Asyncio logs every error, with a traceback, and tries as many times as connections may wait."""
 
@@ -70,11 +63,6 @@ def test_without_any_file_one_error_is_raised_and_then_nothing_is_accepted(liste
     for _ in range(3):
         with pytest.raises(BlockingIOError):
             listener.accept()
-
-
-@pytest.mark.parametrize(("limit", "spare"), [(64, 16), (256, 32), (1024, 32), (2**20, 32)])
-def test_some_files_are_reserved_for_everything_but_connections(limit, spare):
-    assert spare_files(limit) == spare
 
 
 async def test_a_waiting_stream_sends_comments(monkeypatch):

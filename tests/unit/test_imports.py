@@ -36,6 +36,16 @@ def test_the_base_package_runs_without_its_extras():
     assert loaded_by("controller.service.server", "store.backup", "worker.config", *verbs, missing=EXTRAS)
 
 
+def test_the_estimator_alone_loads_no_server_and_no_models():
+    assert not {name.partition(".")[0] for name in loaded_by("estimator")} & {
+        "grpc",
+        "structlog",
+        "torch",
+        "sqlite3",
+        "typer",
+    }
+
+
 def test_vllms_process_loads_neither_our_torch_nor_our_engine():
     ours = {"speclen.worker.engine.engine", "speclen.worker.backends", "speclen.controller"}
     heavy = {"torch", "transformers", "fastapi", "typer", "sqlite_utils"}

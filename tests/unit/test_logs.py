@@ -39,11 +39,6 @@ def test_events_and_records_of_python_are_lines_of_one_form():
     assert "ValueError: two\nlines" in lines[2]["exception"]
 
 
-def test_an_unknown_level_is_named():
-    with pytest.raises(ValueError, match="--log-level 'loud' is unknown: use debug, info, warning or error"):
-        set_up_logs("loud", io.StringIO())
-
-
 def test_repeated_events_become_one_line_with_a_count():
     times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
     sparse = Sparse(5.0, lambda: next(times))

@@ -72,12 +72,6 @@ def test_proposals(tokens, most, expected):
     assert indexed(tokens).propose(most) == expected
 
 
-def test_indexing_is_bounded_and_continues_where_it_stopped():
-    tokens, index = [1, 2, 3] * 50, NgramIndex()
-    assert [index.extend(tokens, 100) for _ in range(3)] == [100, 50, 0]
-    assert index.propose() == indexed(tokens).propose()
-
-
 def test_memory_is_bounded_and_the_older_half_is_forgotten(monkeypatch):
     monkeypatch.setattr(ngrams, "MAX_INDEXED", 100)
     index, tokens = NgramIndex(), [7, 8, 9, 1] + [at % 5 + 10 for at in range(500)]

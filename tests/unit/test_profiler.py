@@ -1,7 +1,6 @@
 """A profile holds what was measured and nothing else, whatever interrupts it and however little memory there is."""
 
 import functools
-import json
 import logging
 from typing import Any
 
@@ -20,8 +19,7 @@ from speclen.worker.profiling.profiler import (
     quick_settings,
     survival,
 )
-from speclen.worker.profiling.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
-from tests.support import tiny_models
+from speclen.worker.profiling.prompts import PromptSource
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
@@ -87,52 +85,8 @@ def test_pauses_of_the_machine_do_not_move_the_time():
     assert (cell.num_steps, cell.mean_context_length) == (60, 50.0)
 
 
-@pytest.mark.parametrize("num_visits", [1, 2])
-def test_few_visits_give_a_large_standard_error(num_visits):
-    cell = measured_cell((1, 0), [(0.01, 50.0, visit) for visit in range(num_visits)])
-    assert cell.step_s == 0.01
-    assert cell.step_s_stderr >= 0.0005
-
-
 def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows():
     """Ten sequences at length 1, all accepted, are censored at position 2; ten at length 2 are not."""
     assert survival({1: [0, 10], 2: [5, 3, 2]}) == (pytest.approx([15 / 20, 15 / 20 * 2 / 5]), [20, 5])
     assert survival({}) == survival({0: [50]}) == ([], [])
     assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])
-
-
-def test_prompts_have_the_length_asked_for_even_beyond_one_text():
-    source = PromptSource(tiny_models.tokenizer(), ["a b c", "def step(self, batch): return"], seed=3)
-    for length in (1, 2, 7, 200):
-        assert len(source.draw(length)) == length
-
-
-def test_held_out_files_are_few_and_decided_by_path_alone():
-    paths = [f"package/module_{number}.py" for number in range(2000)]
-    share = sum(map(is_held_out, paths)) / len(paths)
-    assert 0.03 < share < 0.06  # 4% of 256 values is 11 of them, 4.3%
-    assert len(held_out_texts()) > 10
-
-
-def test_prompt_files(tmp_path):
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text(json.dumps("one\n\ntwo") + "\n\n" + json.dumps("three") + "\n")
-    assert texts_from_file(lines) == ["one\n\ntwo", "three"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("empty.txt", "\n\n", "holds no prompts"),
-        ("bad.jsonl", "{not json}", "cannot read"),
-        ("bad.jsonl", '{"text": "x"}', "holds no prompts"),
-    ],
-)
-def test_bad_prompt_files_are_named(tmp_path, name, content, reason):
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match=reason) as error:
-        texts_from_file(path)
-    assert name in str(error.value)
-    with pytest.raises(ValueError, match="cannot read"):
-        texts_from_file(tmp_path / "missing.txt")

@@ -53,39 +53,6 @@ def rule_of(
     return HostRule(batch.for_host, positions.tolist(), generator)
 
 
-def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host: bool = False) -> torch.Tensor:
-    """Steps until every row has num_tokens; [rows, num_tokens]."""
-    generator, batch = torch.Generator().manual_seed(seed), BatchSampling(rows, torch.device("cpu"))
-    outputs: list[list[int]] = [[] for _ in rows]
-    while min(len(output) for output in outputs) < num_tokens:
-        last = torch.tensor([output[-1] if output else 0 for output in outputs])
-        rule = rule_of(batch, torch.tensor([len(output) for output in outputs]), generator, on_host)
-        num_accepted, tokens = step(rule, last, k)
-        for output, count, new in zip(outputs, num_accepted.tolist(), tokens.tolist(), strict=True):
-            output += new[: count + 1]
-    return torch.tensor([output[:num_tokens] for output in outputs])
-
-
-def test_rows_of_every_kind_keep_their_sampling_in_one_batch():
-    """Greedy rows stay greedy, seeded rows give the same tokens as alone, and truncation applies to its own rows."""
-    kinds = [
-        RowSampling(),
-        RowSampling(temperature=1.0, key=make_key(3, 0)),
-        RowSampling(temperature=1.0),
-        RowSampling(temperature=1.0, top_k=2),
-        RowSampling(temperature=1.0, top_k=1, key=make_key(4, 1)),
-    ]
-    together = run(kinds * 200, 3, 12).view(200, len(kinds), 12)
-    greedy = run([RowSampling()], 0, 12)[0]
-    assert (together[:, 0] == greedy).all()
-    assert (together[:, 4] == greedy).all()
-    assert (together[:, 1] == run([kinds[1]], 0, 12)[0]).all()
-    assert len(together[:, 2].unique(dim=0)) > 150
-    allowed = TARGET.topk(2).indices
-    pairs = torch.stack([together[:, 3, :-1].flatten(), together[:, 3, 1:].flatten()], dim=1)
-    assert (allowed[pairs[:, 0]] == pairs[:, 1:]).any(dim=1).all()
-
-
 def test_a_seeded_row_accepts_a_draft_that_is_the_target():
     """Story: with the noise of another position outputs were right, but no draft was accepted."""
     batch = BatchSampling(

@@ -6,7 +6,7 @@ import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner
 from speclen.bench.simulation.play import Worker, play
-from speclen.bench.simulation.policy import DEFAULT, Variant, read_runs, run, write_runs
+from speclen.bench.simulation.policy import DEFAULT, Variant, run
 from speclen.bench.simulation.report import Difference, Run, difference
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
@@ -25,12 +25,6 @@ class Watcher(Fixed):
 
     def observe(self, records, worker: str) -> None:
         self.reports.setdefault(worker, []).extend(records)
-
-
-def watched(name: str, arm: Arm, seconds: float, seed: int = 3) -> dict[str, list[StepRecord]]:
-    watcher = Watcher(arm)
-    play(watcher, Scene(WORLDS[name], seed, seconds))
-    return watcher.reports
 
 
 @pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "late-and-lost", "rollout", "cpu"])
@@ -84,21 +78,6 @@ def test_a_bad_rule_loses(name, rule):
     assert play(BAD_RULES[rule](scene), scene).percent < 90.0
 
 
-@pytest.mark.parametrize("name", ["hard", "repeats", "n-grams", "dear-draft", "cheap-draft"])
-def test_the_best_arm_changes_with_the_world(name):
-    first, changed_truth, *_ = Scene(WORLDS[name], 1, 10.0).workers[0].truths
-    assert first.best_arm(8) != changed_truth.best_arm(8)
-    assert changed_truth.at(8, 128.0)[1][changed_truth.outputs.arms.index(first.best_arm(8))] < 0.98
-
-
-def test_a_faulty_worker_reports_more_often_that_every_draft_was_accepted():
-    reports = watched("faulty", Arm(3), 3.0)
-    honest, faulty = reports["worker-0"], reports["worker-3"]
-    assert len(faulty) > 10 * len(honest)
-    assert all(each.accepted_histogram[-1] == each.batch_size for each in faulty)
-    assert not all(each.accepted_histogram[-1] == each.batch_size for each in honest)
-
-
 def test_a_difference_weights_worlds_equally_and_has_a_paired_error():
     def runs(variant: str, **percents: list[float]) -> list[Run]:
         return [
@@ -114,9 +93,3 @@ def test_a_difference_weights_worlds_equally_and_has_a_paired_error():
     assert found.mean == pytest.approx((2.0 + 4.0) / 2)
     assert found.stderr == pytest.approx((1 / 3) ** 0.5 / 2)
     assert difference(after, []) is None
-
-
-def test_runs_are_read_as_they_were_written(tmp_path):
-    runs = run(("eagle", 1), [Variant(DEFAULT, EstimatorSettings()), Variant("constant", None)], 2.0)
-    write_runs(tmp_path / "runs.json", runs)
-    assert read_runs(tmp_path / "runs.json") == runs[:1]

@@ -12,14 +12,13 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.integrations.ray.calls import ServeCall
 from speclen.transport.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.frontend.async_engine import MAX_WAITING_TOKENS, AsyncEngine, OutputRelay, OutputStream
 from speclen.worker.frontend.servicer import caller_of
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, SlowReaderError
-from tests.support import engines, tiny_models
+from tests.support import engines
 from tests.support.served import ENDLESS, sampled, served, tokenized
 from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
@@ -47,25 +46,6 @@ async def test_what_is_wrong_is_named(request_, details):
         assert code == "INVALID_ARGUMENT"
         assert re.search(details, said), said
         assert at.async_engine.num_open == 0
-
-
-async def test_a_call_through_ray_serve_is_answered_as_any_other():
-    async with served() as at:
-        call = ServeCall(FakeContext(HERE))
-        answers = [
-            one async for one in call.messages(at.servicer.Generate(sampled(max_tokens=2, ignore_eos=True), call))
-        ]
-    assert len(answers[-1].complete.output_ids) == 2
-
-
-@pytest.mark.parametrize("include", [False, True])
-async def test_a_stop_string_that_is_a_special_token_ends_the_output(include):
-    end = tiny_models.tokenizer().eos_token
-    stop = {"stop": [end], "ignore_eos": True, "include_stop_str_in_output": include}
-    async with served() as at:
-        (answer,) = await at.all(sampled(logit_bias={tiny_models.EOS_ID: 100.0}, **stop))
-    assert (answer.complete.matched_stop_string, answer.complete.text) == (end, end if include else "")
-    assert list(answer.complete.output_ids) == [tiny_models.EOS_ID]
 
 
 @pytest.mark.parametrize("stream", [True, False])

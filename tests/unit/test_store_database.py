@@ -91,12 +91,6 @@ def test_commits_are_answered_in_order_and_by_another_thread(store):
     assert rows(store.path, "SELECT seq FROM step_reports") == [(number,) for number in range(1, 201)]
 
 
-def test_a_callback_that_fails_does_not_end_the_writer(store, caplog):
-    store.submit(moment([1]), lambda error: 1 / 0)
-    assert store_now(store, moment([2])) is None
-    assert "a callback of a commit failed" in caplog.text
-
-
 def test_a_refusal_of_one_commit_does_not_hold_up_another(tmp_path):
     """Both wait for another program's lock, so they are of one transaction."""
     store, connection = open_with_connection(tmp_path / "s.db", IMPATIENT)
