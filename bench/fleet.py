@@ -30,7 +30,7 @@ from rich.table import Table
 from speclen.bench.figures import spread
 from speclen.cli.support.client import free_port
 from speclen.cli.support.processes import Child
-from speclen.transport.servers import prepare_aio
+from speclen.process.servers import prepare_aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.models.machine import processor_name

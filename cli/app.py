@@ -18,8 +18,8 @@ import typer
 
 from speclen.cli.support.flags import LazyGroup, Verbs, check_environment, load_verb
 from speclen.cli.support.output import UserError, printing, wrapped
-from speclen.transport.embedded import DATA_DIR
-from speclen.transport.supervision import end_with_parent
+from speclen.process.embedded import DATA_DIR
+from speclen.process.supervision import end_with_parent
 
 VERBS: Verbs = {
     "up": ("speclen.cli.up", "up", "Run a controller and workers in one terminal."),

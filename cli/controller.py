@@ -8,7 +8,7 @@ from typing import Any
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.output import user_errors
 from speclen.controller.config import ControllerConfig
-from speclen.transport.embedded import detach, end_when_unused
+from speclen.process.embedded import detach, end_when_unused
 
 
 @flags_from(ControllerConfig)
@@ -22,8 +22,10 @@ def controller(**settings: Any) -> None:
         serves = detach() if config.embedded else None
         if config.embedded:
             end_when_unused(config.database)
-        from speclen.controller.service.server import serve  # imported here to keep --help and wrong flags fast
-        from speclen.transport.logs import set_up_logs
+        from speclen.controller.service.controller_server import (
+            serve,  # imported here to keep --help and wrong flags fast
+        )
+        from speclen.process.logs import set_up_logs
 
         set_up_logs(config.log_level)
 

@@ -11,7 +11,7 @@ import typer
 
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.output import UserError, user_errors
-from speclen.transport.settings import is_loopback, split_address
+from speclen.process.settings import is_loopback, split_address
 
 if TYPE_CHECKING:
     from datasette.app import Datasette

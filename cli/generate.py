@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from speclen.cli.support.client import WORKER, client_from
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.output import UserError
-from speclen.transport.credentials import ClientSecurity
+from speclen.process.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

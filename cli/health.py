@@ -11,7 +11,7 @@ import grpc
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.output import UserError
-from speclen.transport.health import SERVING, STATUSES, check
+from speclen.process.health import SERVING, STATUSES, check
 
 
 def problem(kind: str, address: str) -> str:

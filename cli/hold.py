@@ -11,9 +11,9 @@ from speclen.cli.support.client import client_from
 from speclen.cli.support.database import DB_OPTION
 from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.output import UserError, user_errors
+from speclen.process.credentials import ClientSecurity
+from speclen.process.embedded import serving
 from speclen.records import MAX_BATCH_SIZE, parse_arm
-from speclen.transport.credentials import ClientSecurity
-from speclen.transport.embedded import serving
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 

@@ -22,9 +22,9 @@ from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.output import UserError, check_place, say, user_errors, wrapped, write_whole
 from speclen.controller.estimator import Estimator
 from speclen.controller.wire.messages import read_profile
+from speclen.process.credentials import ClientSecurity
 from speclen.records import Limits
 from speclen.store.queries import contexts, stored_profiles
-from speclen.transport.credentials import ClientSecurity
 from speclen.worker.backends import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import draft_of

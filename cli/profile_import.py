@@ -12,13 +12,13 @@ from speclen.cli.support.client import Client, identity, owns
 from speclen.cli.support.database import default_database, reading
 from speclen.cli.support.output import UserError, user_errors
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import running
+from speclen.controller.service.controller_server import running
+from speclen.process.embedded import serving
 from speclen.records import ContextKey, Profile
 from speclen.store.backup import is_empty
 from speclen.store.files import is_locked
 from speclen.store.queries import contexts
 from speclen.store.retention import KEEP_REPORTS
-from speclen.transport.embedded import serving
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.models.naming import short_name

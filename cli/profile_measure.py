@@ -14,7 +14,7 @@ from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.output import LiveLine, UserError, say
 from speclen.records import ContextKey
 from speclen.worker.engine.preparation import EngineConfig, prepare
-from speclen.worker.frontend.server import context_key
+from speclen.worker.frontend.worker_server import context_key
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.file import ProfileDocument
 from speclen.worker.profiling.profiler import Profiler, ProfileSamples, ProfileSettings

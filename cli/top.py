@@ -20,8 +20,8 @@ from speclen.cli.support.client import WORKER, Client, client_from
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.output import UserError, wrapped
 from speclen.cli.tables import Row, table_of
+from speclen.process.credentials import ClientSecurity
 from speclen.records import Arm
-from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
@@ -136,7 +136,7 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
     ]
 
 
-def range_of(choice: control_pb2.BucketChoice) -> Row:
+def range_of(choice: control_pb2.Choice) -> Row:
     """A row of the view choices as far as a worker knows it: the arm without figures."""
     low, high = choice.batch_min, choice.batch_max
     arm = str(Arm(choice.speculation_length, choice.ngram))

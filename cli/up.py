@@ -21,8 +21,8 @@ from speclen.cli.support.flags import arguments, flags_from
 from speclen.cli.support.output import LiveLine, UserError, say, user_errors
 from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.integrations.ray.settings import FleetConfig
-from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import flag, settings_of, split_address
+from speclen.process.credentials import ClientSecurity
+from speclen.process.settings import flag, settings_of, split_address
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
 

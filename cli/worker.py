@@ -12,9 +12,9 @@ from speclen.cli.support.client import check_controller
 from speclen.cli.support.database import HERE
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.output import UserError, say
+from speclen.process.embedded import EMBEDDED, serving
+from speclen.process.supervision import PartFailedError
 from speclen.records import Limits
-from speclen.transport.embedded import EMBEDDED, serving
-from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
@@ -36,12 +36,12 @@ def worker(**settings: Any) -> None:
         check_surroundings(config)
         say(f"starting a worker on {config.listen}")
         set_spins()  # takes effect only before torch is imported
-        from speclen.transport.logs import set_up_logs
-        from speclen.worker.frontend.server import serve
+        from speclen.process.logs import set_up_logs
+        from speclen.worker.frontend.worker_server import serve
 
         set_up_logs(config.log_level)
         if config.http_listen:
-            from speclen.worker.http.server import http_front
+            from speclen.worker.http.http_server import http_front
 
             asyncio.run(serve(config, say, http_front))
         else:

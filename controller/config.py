@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.settings import check_bounds, setting
+from speclen.process.credentials import ServerSecurity
+from speclen.process.settings import check_bounds, setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+from speclen.process.servers import prepare_aio
 from speclen.store.database import Store
-from speclen.transport.servers import prepare_aio
 from tests.support.waiting import PATIENCE_S
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

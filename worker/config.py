@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from speclen.process.credentials import ClientSecurity, ServerSecurity, read_file
+from speclen.process.embedded import EMBEDDED
+from speclen.process.settings import check_bounds, check_free, flag, setting
 from speclen.records import PLAIN, Arm, parse_arm
-from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_file
-from speclen.transport.embedded import EMBEDDED
-from speclen.transport.settings import check_bounds, check_free, flag, setting
 from speclen.worker.models.naming import AUTO, check_settings, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly all requests would be refused

@@ -17,7 +17,7 @@ import numpy as np
 from grpc import aio
 
 from speclen.bench.serving.traffic import Arrival, Block, draw_requests, recipe_of
-from speclen.transport.servers import prepare_aio
+from speclen.process.servers import prepare_aio
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

@@ -10,7 +10,7 @@ from typing import Any
 from speclen.bench.serving.traffic import TRACKS, TrackRecipe, recipe_of
 from speclen.bench.serving.warm import SETTINGS
 from speclen.cli.support.output import UserError
-from speclen.transport.settings import check_bounds, setting
+from speclen.process.settings import check_bounds, setting
 from speclen.worker.config import WorkerConfig
 
 

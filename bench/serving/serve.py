@@ -25,7 +25,7 @@ from speclen.bench.serving.warm import WarmWorker
 from speclen.cli.support.flags import flags_from
 from speclen.cli.support.machine import machine, provenance
 from speclen.cli.support.output import UserError, check_place, say
-from speclen.transport.settings import settings_of
+from speclen.process.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
 FIRST_LEARNING_BLOCK = 1_000_000  # larger than the number of any round

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.transport.embedded import at
-from speclen.transport.supervision import PartFailedError
+from speclen.process.embedded import at
+from speclen.process.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:  # they import torch, which must see its settings first
@@ -89,7 +89,7 @@ class Desk:
 
     def _client(self, **changes: Any) -> ControlClient:
         """The control client of a worker with these settings."""
-        from speclen.worker.frontend.server import make_control  # here: it imports torch
+        from speclen.worker.frontend.worker_server import make_control  # here: it imports torch
 
         engine = self.front.engine
         return make_control(replace(self.config, **changes), engine.pair, engine)
@@ -146,8 +146,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     config = WorkerConfig(**settings | {"profile": settings["profile"] and Path(settings["profile"]), "controller": ""})
     set_spins()  # before torch is imported
-    from speclen.transport.logs import set_up_logs
-    from speclen.worker.frontend.server import serve
+    from speclen.process.logs import set_up_logs
+    from speclen.worker.frontend.worker_server import serve
 
     set_up_logs("info")
     asyncio.run(serve(config, lambda message: print(message, file=sys.stderr, flush=True), desk_front))

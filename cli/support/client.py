@@ -15,8 +15,8 @@ from urllib.parse import unquote
 import grpc
 
 from speclen.cli.support.output import UserError, user_errors
-from speclen.transport.credentials import ClientSecurity
-from speclen.transport.settings import UNIX, bind, check_free, past_proxies, settings_of, split_address
+from speclen.process.credentials import ClientSecurity
+from speclen.process.settings import UNIX, bind, check_free, past_proxies, settings_of, split_address
 from speclen.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 # A request is sent once more if its worker dies before the first response; gRPC never repeats one that has begun to stream.

@@ -11,9 +11,9 @@ from typing import Any
 import typer
 
 from speclen.cli.support.output import UserError, say, user_errors
+from speclen.process.embedded import DATA_DIR, DATABASE_NAME, data_directory
 from speclen.store.backup import copy
 from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal
-from speclen.transport.embedded import DATA_DIR, DATABASE_NAME, data_directory
 
 HERE = Path(".speclen") / DATABASE_NAME  # where `speclen up` and `speclen controller` keep theirs
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from speclen.cli.support.output import UserError
-from speclen.transport.settings import flag, settings_of
+from speclen.process.settings import flag, settings_of
 
 Command = TypeVar("Command", bound=Callable[..., None])
 # By verb: module, attribute (a function or a typer.Typer of verbs), and one line for the overview.

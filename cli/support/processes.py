@@ -17,8 +17,8 @@ import grpc
 
 from speclen.cli.support.client import Client, identity, occupant
 from speclen.cli.support.output import UserError
-from speclen.transport.health import SERVING, check
-from speclen.transport.supervision import start_tied
+from speclen.process.health import SERVING, check
+from speclen.process.supervision import start_tied
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and is reset once a child ran for STABLE_S
 MAX_PAUSE_S = 30.0

@@ -60,7 +60,7 @@ class Stream:
         self.writing_since: float | None = None
         self.end: asyncio.Future[StreamEndError] = asyncio.get_running_loop().create_future()
         self._num_refused_before = 0
-        self._sent_table: pb.LengthTable | None = None
+        self._sent_table: pb.Table | None = None
         self._sent_durable_seq = -1
         self._lock = asyncio.Lock()
 
@@ -209,7 +209,7 @@ class Streams:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._pushes: set[asyncio.Task[None]] = set()
-        self._tables: dict[tuple[ContextKey, View, Limits], tuple[int, pb.LengthTable]] = {}
+        self._tables: dict[tuple[ContextKey, View, Limits], tuple[int, pb.Table]] = {}
 
     async def serve(self, call: StreamContext) -> None:
         """Serve one call. Raises FullError if too many are open."""
@@ -262,7 +262,7 @@ class Streams:
                 f"epoch {worker.epoch} has registered since",
             )
 
-    def table(self, worker: Worker) -> pb.LengthTable:
+    def table(self, worker: Worker) -> pb.Table:
         """The worker's table as a message, with arms that it can run; one message per version."""
         table, view = self.learner.table(worker)
         place = worker.context.key, view, worker.limits

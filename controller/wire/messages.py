@@ -108,7 +108,7 @@ def read_transition_steps(message: pb.WorkerLimits) -> int:
     return message.transition_steps
 
 
-def read_baseline(choices: Sequence[pb.BucketChoice], limits: Limits) -> tuple[Choice, ...]:
+def read_baseline(choices: Sequence[pb.Choice], limits: Limits) -> tuple[Choice, ...]:
     """Arms by batch range, from 1 on without gaps; () if there are none. Raises InvalidMessageError."""
     check_range("the number of entries of baseline", len(choices), 0, MAX_BATCH_SIZE)
     found, largest = [], 0
@@ -176,20 +176,20 @@ def _check_survival(survival: Sequence[float], num_rows: Sequence[int]) -> None:
             raise InvalidMessageError("survival", f"survival grows from {earlier:g} to {later:g}; it must not grow")
 
 
-def table_message(table: Table, limits: Limits) -> pb.LengthTable:
+def table_message(table: Table, limits: Limits) -> pb.Table:
     """The table with arms that a worker with these limits can run. Ranges joined for one arm have no expected time."""
     choices = []
     for arm, members in groupby(table.choices, lambda choice: choice.arm.within(limits)):
         first, *others = members
         choices.append(
-            pb.BucketChoice(
+            pb.Choice(
                 batch_min=first.batch_min,
                 batch_max=others[-1].batch_max if others else first.batch_max,
                 ms_per_token=None if others else first.ms_per_token,
                 **arm._asdict(),
             )
         )
-    return pb.LengthTable(decision_version=table.version, choices=choices)
+    return pb.Table(decision_version=table.version, choices=choices)
 
 
 def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:

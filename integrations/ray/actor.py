@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from speclen.integrations.ray.hosting import HostedController
 from speclen.integrations.ray.settings import FleetConfig
-from speclen.transport.logs import set_up_logs
+from speclen.process.logs import set_up_logs
 
 NAME, NAMESPACE = "speclen-controller", "speclen"
 ASK_S = 10.0

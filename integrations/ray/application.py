@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from speclen.integrations.ray.actor import find_controller
 from speclen.integrations.ray.serving import ServedWorker
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
-from speclen.transport.logs import set_up_logs
+from speclen.process.logs import set_up_logs
 from speclen.v1 import generation_pb2 as pb
 
 HEALTH_PERIOD_S = 2.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from speclen.transport.credentials import Keyring
+from speclen.process.credentials import Keyring
 
 END = object()  # follows the last message
 

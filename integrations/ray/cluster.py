@@ -20,7 +20,7 @@ from speclen.integrations.ray.actor import (
     present_controller,
 )
 from speclen.integrations.ray.settings import FleetConfig
-from speclen.transport.settings import check_free, is_loopback, split_address
+from speclen.process.settings import check_free, is_loopback, split_address
 
 APPLICATION = "speclen"
 START_S = 60.0  # for a controller to open its database and serve

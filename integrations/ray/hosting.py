@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import Running, give_up, quiet_interpreter, running, show_page
+from speclen.controller.service.controller_server import Running, give_up, quiet_interpreter, running, show_page
 from speclen.store.connection import StoreError
 
 

@@ -16,13 +16,13 @@ import structlog
 from starlette.types import ASGIApp
 
 from speclen.integrations.ray.calls import ServeCall, check_token
-from speclen.transport.credentials import Keyring
-from speclen.transport.embedded import FindController
-from speclen.transport.supervision import PartFailedError
+from speclen.process.credentials import Keyring
+from speclen.process.embedded import FindController
+from speclen.process.supervision import PartFailedError
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.frontend.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.frontend.server import Parts, drain, make_parts, start_engine
+from speclen.worker.frontend.worker_server import Parts, drain, make_parts, start_engine
 from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.guard import Guard, allow_origins
 from speclen.worker.requests.request import EngineFailedError

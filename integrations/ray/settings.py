@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.config import ControllerConfig
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.settings import check_bounds, setting, settings_of
+from speclen.process.credentials import ServerSecurity
+from speclen.process.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
 
 # Of a worker, what Ray decides, or Ray's proxies do in its place.

@@ -11,9 +11,9 @@ from typing import Any
 
 import structlog
 
-from speclen.transport.credentials import ClientSecurity
-from speclen.transport.embedded import EMBEDDED, OFF
-from speclen.transport.settings import flag, split_address
+from speclen.process.credentials import ClientSecurity
+from speclen.process.embedded import EMBEDDED, OFF
+from speclen.process.settings import flag, split_address
 from speclen.worker.config import parse_policy
 
 CONTROLLER = "SPECLEN_CONTROLLER"

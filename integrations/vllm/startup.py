@@ -179,8 +179,8 @@ def print_learned(key: bytes) -> None:
     import grpc
 
     from speclen.integrations.vllm.settings import set_up_logs, settings_from
-    from speclen.transport.embedded import EMBEDDED, EmbeddedController
-    from speclen.transport.settings import past_proxies
+    from speclen.process.embedded import EMBEDDED, EmbeddedController
+    from speclen.process.settings import past_proxies
     from speclen.v1 import control_pb2 as pb
     from speclen.v1 import control_pb2_grpc as rpc
 

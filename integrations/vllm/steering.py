@@ -26,11 +26,11 @@ from speclen.integrations.vllm.settings import CONFIGURED, VllmSettings, as_vari
 from speclen.integrations.vllm.startup import drafts_chosen
 from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTracker
 from speclen.integrations.vllm.timing import DeviceClock, device_clock
+from speclen.process.embedded import EMBEDDED, EmbeddedController, FindController, at
 from speclen.records import Arm, StepRecord
-from speclen.transport.embedded import EMBEDDED, EmbeddedController, FindController, at
 from speclen.worker.arms import ArmChoice, ArmTable
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.messages import WorkerCard
+from speclen.worker.reporting.conversions import WorkerCard
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from speclen.cli.support.client import Client
 from speclen.cli.support.database import reading
-from speclen.transport.credentials import ClientSecurity
+from speclen.process.credentials import ClientSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chaos.fault import Place
 from speclen.cli.support.processes import Child, without_settings
-from speclen.transport.supervision import start_tied
+from speclen.process.supervision import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address

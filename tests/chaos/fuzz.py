@@ -17,14 +17,14 @@ from chaos.fleet import SERVING, Fleet
 from chaos.load import Load
 from chaos.mutation import damaged, mutant
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import create_service
-from speclen.controller.service.servicer import STATUS
-from speclen.controller.service.servicer import registration as read_registration
+from speclen.controller.service.control_servicer import STATUS
+from speclen.controller.service.control_servicer import registration as read_registration
+from speclen.controller.service.controller_server import create_service
 from speclen.controller.wire.messages import read_profile
 from speclen.store.database import Store
 from speclen.v1 import control_pb2 as control
 from speclen.v1 import generation_pb2 as generation
-from speclen.worker.frontend.servicer import to_request, to_request_id
+from speclen.worker.frontend.generation_servicer import to_request, to_request_id
 from speclen.worker.requests.request import check_request
 from tests.support.addresses import free_address
 from tests.support.control_fakes import PROFILE, group, registration, report

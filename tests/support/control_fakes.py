@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from speclen.cli.support.client import Client
 from speclen.cli.support.processes import Child
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.metrics import ControllerCollector
-from speclen.controller.service.server import Running, running
+from speclen.controller.service.controller_metrics import ControllerCollector
+from speclen.controller.service.controller_server import Running, running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from tests.support.addresses import free_address

@@ -7,10 +7,10 @@ from speclen.records import PLAIN, Arm, Limits, StepRecord
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.arms import ArmTable
 from speclen.worker.engine.engine import EngineLoad
-from speclen.worker.frontend.metrics import WorkerMetrics
+from speclen.worker.frontend.worker_metrics import WorkerMetrics
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.control_stream import ControlSettings
-from speclen.worker.reporting.messages import WorkerCard
+from speclen.worker.reporting.conversions import WorkerCard
 
 LIMITS = Limits(8, 4, ngram=True)
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)

@@ -9,7 +9,7 @@ import time
 
 from speclen.cli.app import main
 from speclen.worker.engine.engine import Engine
-from speclen.worker.frontend import server
+from speclen.worker.frontend import worker_server
 from speclen.worker.reporting.control_client import ControlClient, ReportBuffer
 
 TRIM = ReportBuffer.trim
@@ -40,7 +40,7 @@ if __name__ == "__main__":
         Engine.run = fail_with_two_requests
     elif part == "hang":
         Engine.run = hang
-        server.STOP_TIMEOUT_S = 0.5
+        worker_server.STOP_TIMEOUT_S = 0.5
     elif part == "few":
         ReportBuffer.trim = trim_to_few
     else:

@@ -59,7 +59,7 @@ class FakeService(rpc.GenerationServiceServicer):
             num_generated_tokens=self.num_generated,
             num_accepted_tokens=self.num_accepted,
             num_draft_tokens=self.num_drafted,
-            table=control_pb2.LengthTable(choices=[control_pb2.BucketChoice(batch_min=1, speculation_length=2)]),
+            table=control_pb2.Table(choices=[control_pb2.Choice(batch_min=1, speculation_length=2)]),
         )
 
 

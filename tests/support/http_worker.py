@@ -13,17 +13,17 @@ import grpc
 import httpx
 import openai
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.settings import bind
+from speclen.process.credentials import ServerSecurity
+from speclen.process.settings import bind
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.arms import DEFAULT_ARM
 from speclen.worker.engine.engine import Engine
 from speclen.worker.frontend.async_engine import AsyncEngine
-from speclen.worker.frontend.metrics import page_of
-from speclen.worker.frontend.server import open_service
+from speclen.worker.frontend.worker_metrics import page_of
+from speclen.worker.frontend.worker_server import open_service
 from speclen.worker.http.app import Front, create_app
-from speclen.worker.http.server import HttpServer, make_server, serving
+from speclen.worker.http.http_server import HttpServer, make_server, serving
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from tests.support.control_parts import client

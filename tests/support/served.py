@@ -9,16 +9,16 @@ from unittest import mock
 import pytest
 from grpc import aio
 
-from speclen.transport.servers import prepare_aio
+from speclen.process.servers import prepare_aio
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.inbox import EngineThread
 from speclen.worker.frontend.admission import Admission
 from speclen.worker.frontend.async_engine import AsyncEngine
-from speclen.worker.frontend.metrics import RequestMetrics, WorkerMetrics
-from speclen.worker.frontend.server import model_facts
-from speclen.worker.frontend.servicer import GenerationServicer
+from speclen.worker.frontend.generation_servicer import GenerationServicer
+from speclen.worker.frontend.worker_metrics import RequestMetrics, WorkerMetrics
+from speclen.worker.frontend.worker_server import model_facts
 from speclen.worker.reporting.control_client import ControlClient
 from tests.support import engines
 from tests.support.control_parts import client

@@ -210,11 +210,11 @@ def test_top_as_json_names_workers_that_do_not_answer_and_why():
 
 def test_top_shows_whole_addresses_and_all_ranges_in_80_columns():
     choices = [
-        control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
+        control_pb2.Choice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
         for low, high, length, ngram in [(1, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
     ]
     info = generation_pb2.GetServerInfoResponse(
-        table_source="controller", table=control_pb2.LengthTable(choices=choices), num_kv_tokens_total=1, num_steps=9
+        table_source="controller", table=control_pb2.Table(choices=choices), num_kv_tokens_total=1, num_steps=9
     )
     console = Console(width=80, record=True, file=io.StringIO())
     names = ["127.0.0.1:7080", "gpu-worker-17:7080"]

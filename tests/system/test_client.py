@@ -15,10 +15,10 @@ from speclen.cli.app import with_client_defaults
 from speclen.cli.profile_import import find_destination
 from speclen.cli.support.client import Client, check_controller, identity
 from speclen.cli.support.output import UserError
-from speclen.controller.service import server as controller
-from speclen.transport import servers
-from speclen.transport.credentials import ClientSecurity, ServerSecurity
-from speclen.worker.frontend import server as worker
+from speclen.controller.service import controller_server as controller
+from speclen.process import servers
+from speclen.process.credentials import ClientSecurity, ServerSecurity
+from speclen.worker.frontend import worker_server as worker
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.control_fakes import running_controller

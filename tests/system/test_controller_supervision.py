@@ -7,9 +7,9 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.controller.service.controller_server import end
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
-from speclen.controller.service.server import end
 from speclen.controller.service.streams import Streams
 from speclen.store.connection import sqlite3
 from tests.support.control_fakes import group, registration, served, to_the_end

@@ -19,9 +19,9 @@ import pytest
 
 from speclen.cli.support.client import is_listening
 from speclen.cli.support.processes import Child
+from speclen.process.embedded import EmbeddedController, serving
 from speclen.store.database import Store
 from speclen.store.files import is_locked
-from speclen.transport.embedded import EmbeddedController, serving
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
@@ -33,7 +33,7 @@ from tests.support.waiting import on_loop_until, until
 # A program that uses the controller: it prints an address at first and after every line that it gets.
 PROGRAM = """
 import asyncio, sys
-from speclen.transport.embedded import EmbeddedController
+from speclen.process.embedded import EmbeddedController
 
 async def main():
     controller = EmbeddedController()

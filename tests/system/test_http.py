@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 
-from speclen.transport.credentials import ServerSecurity
+from speclen.process.credentials import ServerSecurity
 from tests.support import tiny_models
 from tests.support.http_worker import KEY, MODEL, http_worker, over_grpc
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from speclen.transport.credentials import ServerSecurity
+from speclen.process.credentials import ServerSecurity
 from speclen.worker.http import guard
 from speclen.worker.http.responses import to_json
 from speclen.worker.http.schema import ChatRequest, CompletionRequest

@@ -11,11 +11,11 @@ import time
 import httpx
 import pytest
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.settings import bind
+from speclen.process.credentials import ServerSecurity
+from speclen.process.settings import bind
 from speclen.worker.http import guard
+from speclen.worker.http.http_server import UNREAD_GRACE_S, make_server, serving
 from speclen.worker.http.responses import json_response
-from speclen.worker.http.server import UNREAD_GRACE_S, make_server, serving
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
 from tests.support.waiting import PATIENCE_S, until

@@ -8,14 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from speclen.process.supervision import start_tied
 from speclen.store.database import Store
-from speclen.transport.supervision import start_tied
 from tests.support.addresses import free_address
 from tests.support.waiting import PATIENCE_S, is_alive, until
 
 PARENT = """
 import os, signal, sys
-from speclen.transport.supervision import start_tied
+from speclen.process.supervision import start_tied
 
 process = start_tied([sys.executable, "-c", sys.argv[1]])
 print(process.pid, flush=True)
@@ -23,7 +23,7 @@ if sys.argv[2] == "at once":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.stdin.read()
 """
-READY = "from speclen.transport.supervision import end_with_parent; import signal, time; "
+READY = "from speclen.process.supervision import end_with_parent; import signal, time; "
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
-from speclen.worker.frontend import server
+from speclen.worker.frontend import worker_server
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
@@ -114,7 +114,7 @@ def test_changing_threads_compiles_nothing_while_serving(tmp_path, monkeypatch):
     try:
         target, _ = tiny_models.save_pair("llama", tmp_path)
         config = WorkerConfig(target=target, controller="", device="cpu", dtype="float32", backend="openvino")
-        engine = server.load(config, lambda line: None)[1]
+        engine = worker_server.load(config, lambda line: None)[1]
         monkeypatch.setattr(pytest.importorskip("openvino").Core, "compile_model", None)
         engine.use_threads(1)
         collected = engines.generate(engine, engines.request("a", [3, 4, 5], max_tokens=4, ignore_eos=True))

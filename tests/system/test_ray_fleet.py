@@ -20,7 +20,7 @@ from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_toke
 from speclen.integrations.ray.hosting import HostedController
 from speclen.integrations.ray.serving import ServedWorker, guarded
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
-from speclen.transport.credentials import Keyring
+from speclen.process.credentials import Keyring
 from speclen.v1 import control_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import WorkerConfig

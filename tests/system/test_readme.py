@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speclen.transport.supervision import start_tied
+from speclen.process.supervision import start_tied
 from speclen.worker.models.loading import load_pair
 from tests.support.addresses import free_address
 from tests.support.http_worker import http_worker

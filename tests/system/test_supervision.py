@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import speclen.transport.supervision
-from speclen.transport.supervision import PartFailedError, Supervisor, until_one_fails
+import speclen.process.supervision
+from speclen.process.supervision import PartFailedError, Supervisor, until_one_fails
 from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(speclen.process.supervision, "FIRST_PAUSE_S", 0.01)
 
 
 async def cancelled_from_within() -> None:
@@ -87,7 +87,7 @@ async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is():
 
 async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch):
     """Story: a task that failed while it was being cancelled was restarted, and `stop` did not return."""
-    monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
+    monkeypatch.setattr(speclen.process.supervision, "CANCEL_AGAIN_S", 0.05)
 
     supervisor, failing_now, num_lost = Supervisor(), asyncio.Event(), 0
 
@@ -157,7 +157,7 @@ async def test_a_callback_that_fails_is_counted():
 
 HANGING = """
 import asyncio, time
-from speclen.transport import supervision
+from speclen.process import supervision
 supervision.HANG_LOOK_S, supervision.HANG_LOOKS = 0.05, 4
 
 async def main():

@@ -14,7 +14,7 @@ import pytest
 
 from speclen.integrations.vllm import settings, startup
 from speclen.integrations.vllm.steering import MIN_SAMPLES
-from speclen.transport.embedded import serving
+from speclen.process.embedded import serving
 from tests.support import fake_vllm
 from tests.support.vllm_serving import UNREACHABLE, check_reported, controller, joined, serve
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from speclen.cli.support.processes import Child
-from speclen.transport.supervision import start_tied
+from speclen.process.supervision import start_tied
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address

@@ -6,8 +6,8 @@ import urllib.request
 import pytest
 from prometheus_client import generate_latest
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.servers import serve_page
+from speclen.process.credentials import ServerSecurity
+from speclen.process.servers import serve_page
 from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.control_parts import worker_metrics

@@ -10,7 +10,7 @@ import pytest
 from speclen.controller.config import ControllerConfig
 from speclen.records import PLAIN, Arm, ContextKey, Limits, Profile, ProfileCell
 from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.frontend.server import check_config, initial_table
+from speclen.worker.frontend.worker_server import check_config, initial_table
 from speclen.worker.profiling.file import ProfileDocument
 
 

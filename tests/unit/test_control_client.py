@@ -8,8 +8,8 @@ from dataclasses import replace
 import grpc
 from grpc import aio
 
+from speclen.process.embedded import at
 from speclen.records import Arm, StepFlag
-from speclen.transport.embedded import at
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.arms import ArmChoice
@@ -19,11 +19,11 @@ from tests.support.control_parts import FIRST, LIMITS, QUICK, client, probe, ste
 from tests.support.waiting import on_loop_until as until
 
 
-def table(arm: Arm, version: int) -> pb.LengthTable:
-    choice = pb.BucketChoice(
+def table(arm: Arm, version: int) -> pb.Table:
+    choice = pb.Choice(
         batch_min=1, batch_max=LIMITS.max_batch_size, speculation_length=arm.speculation_length, ngram=arm.ngram
     )
-    return pb.LengthTable(decision_version=version, choices=[choice])
+    return pb.Table(decision_version=version, choices=[choice])
 
 
 class FakeController(rpc.ControlServiceServicer):

@@ -8,8 +8,8 @@ import pytest
 
 from speclen.cli.app import with_client_defaults
 from speclen.cli.support.database import default_database
-from speclen.transport import embedded
-from speclen.transport.embedded import EmbeddedController, data_directory, make_directory, published, serving
+from speclen.process import embedded
+from speclen.process.embedded import EmbeddedController, data_directory, make_directory, published, serving
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.reporting.control_stream import finder
 

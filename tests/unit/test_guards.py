@@ -111,7 +111,7 @@ async def test_holds_are_used_kept_and_released():
 
 
 def choices(*ranges):
-    return [pb.BucketChoice(batch_min=low, batch_max=high, speculation_length=length) for low, high, length in ranges]
+    return [pb.Choice(batch_min=low, batch_max=high, speculation_length=length) for low, high, length in ranges]
 
 
 @pytest.mark.parametrize(

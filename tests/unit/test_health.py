@@ -9,7 +9,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc as rpc
 
-from speclen.transport.health import NOT_SERVING, SERVING, UNKNOWN_SERVICE, Health, check
+from speclen.process.health import NOT_SERVING, SERVING, UNKNOWN_SERVICE, Health, check
 
 
 async def served(health: Health, **options: Any) -> tuple[aio.Server, str]:

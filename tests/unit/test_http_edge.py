@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from speclen.transport.credentials import Keyring
-from speclen.worker.frontend.metrics import RequestMetrics
+from speclen.process.credentials import Keyring
+from speclen.worker.frontend.worker_metrics import RequestMetrics
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.guard import Guard, allow_origins

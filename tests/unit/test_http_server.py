@@ -11,9 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from speclen.worker.http.answers import Answer
+from speclen.worker.http.http_server import Listener, num_files
 from speclen.worker.http.responses import DONE, STILL_HERE, JobResponse
 from speclen.worker.http.schema import CompletionRequest
-from speclen.worker.http.server import Listener, num_files
 from speclen.worker.http.translate import completion_job
 from tests.support import tiny_models
 from tests.support.served import held, served

@@ -33,7 +33,7 @@ EXTRAS = {
 
 def test_the_base_package_runs_without_its_extras():
     verbs = [module.removeprefix("speclen.") for module, *_ in VERBS.values()]
-    assert loaded_by("controller.service.server", "store.backup", "worker.config", *verbs, missing=EXTRAS)
+    assert loaded_by("controller.service.controller_server", "store.backup", "worker.config", *verbs, missing=EXTRAS)
 
 
 def test_the_estimator_alone_loads_no_server_and_no_models():

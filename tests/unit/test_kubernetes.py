@@ -11,7 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import running
+from speclen.controller.service.controller_server import running
 from speclen.worker.config import WorkerConfig
 from tests.support.addresses import free_address
 from tests.support.waiting import PATIENCE_S

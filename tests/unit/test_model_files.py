@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from speclen.worker.frontend.server import usable_defaults
+from speclen.worker.frontend.worker_server import usable_defaults
 from speclen.worker.models.loading import ModelPair, load_pair, load_tokenizer, unused_weights
 from speclen.worker.models.naming import ModelError
 from tests.support import tiny_models

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import speclen.worker.models.devices
 import speclen.worker.models.loading
 import speclen.worker.models.naming
-from speclen.worker.frontend.server import model_name
+from speclen.worker.frontend.worker_server import model_name
 from speclen.worker.models.devices import resolve_device, resolve_dtype
 from speclen.worker.models.loading import load_pair
 from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from speclen.worker.frontend.metrics import RequestMetrics
+from speclen.worker.frontend.worker_metrics import RequestMetrics
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
 from tests.support.control_parts import worker_metrics
 

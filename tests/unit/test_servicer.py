@@ -12,11 +12,11 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.transport.credentials import Keyring
+from speclen.process.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.frontend.async_engine import MAX_WAITING_TOKENS, AsyncEngine, OutputRelay, OutputStream
-from speclen.worker.frontend.servicer import caller_of
+from speclen.worker.frontend.generation_servicer import caller_of
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, SlowReaderError
 from tests.support import engines
 from tests.support.served import ENDLESS, sampled, served, tokenized
@@ -188,7 +188,7 @@ async def test_an_internal_error_is_counted_and_its_text_is_not_sent(monkeypatch
 
     async with served() as at:
         with monkeypatch.context() as broken, capture_logs() as logs:
-            broken.setattr("speclen.worker.frontend.servicer.by_sequence", fail)
+            broken.setattr("speclen.worker.frontend.generation_servicer.by_sequence", fail)
             said = await at.fails(tokenized(1))
         assert said == ("INTERNAL", "the worker failed to answer; its log says why")
         (told,) = [line for line in logs if line["log_level"] == "error"]

@@ -7,7 +7,7 @@ import pytest
 from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.engine import Engine
-from speclen.worker.reporting.messages import to_report
+from speclen.worker.reporting.conversions import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import engines
 from tests.support.control_parts import worker_metrics

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.frontend.servicer import to_fixed_length, to_sampling
+from speclen.worker.frontend.generation_servicer import to_fixed_length, to_sampling
 from speclen.worker.http import translate
 from speclen.worker.http.schema import CompletionRequest
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, check_request

@@ -23,7 +23,7 @@ from typing import Any
 
 from speclen.worker.engine.engine import Engine
 from speclen.worker.frontend.admission import Admission
-from speclen.worker.frontend.metrics import RequestMetrics, RequestTimeline
+from speclen.worker.frontend.worker_metrics import RequestMetrics, RequestTimeline
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,

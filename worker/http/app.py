@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from speclen.transport.settings import installed_version
+from speclen.process.settings import installed_version
 from speclen.worker.config import WorkerConfig
 from speclen.worker.frontend.async_engine import AsyncEngine
 from speclen.worker.http.answers import Answer

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from speclen.transport.credentials import Keyring
+from speclen.process.credentials import Keyring
 from speclen.worker.http.errors import MAX_PART, ApiError, from_exception
 from speclen.worker.http.responses import error_response
 from speclen.worker.requests.request import OverloadedError, UnauthenticatedError

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 import grpc
 import structlog
 
+from speclen.process.embedded import FindController
+from speclen.process.supervision import until_one_fails
 from speclen.records import Probe, StepRecord
-from speclen.transport.embedded import FindController
-from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.arms import ArmChoice, ArmTable, SteadyDrafts
 from speclen.worker.reporting.control_stream import ControlSettings, ControlStream
-from speclen.worker.reporting.messages import WorkerCard, probe_of, table_of
+from speclen.worker.reporting.conversions import WorkerCard, probe_of, table_of
 
 log = structlog.get_logger()
 
@@ -212,7 +212,7 @@ class ControlClient:
         if self.follow and self.table.source == "controller":
             self.table = replace(self.table, source="last table")
 
-    def use_table(self, message: pb.LengthTable) -> None:
+    def use_table(self, message: pb.Table) -> None:
         """Use the controller's table from now on, unless the policy keeps its own."""
         if not self.follow or not message.choices:
             return

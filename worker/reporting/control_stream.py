@@ -15,14 +15,14 @@ import grpc
 import structlog
 from grpc import aio
 
+from speclen.process.embedded import EMBEDDED, OFF, EmbeddedController, FindController, at
+from speclen.process.servers import prepare_aio
+from speclen.process.settings import past_proxies
+from speclen.process.supervision import until_one_fails
 from speclen.records import StepRecord
-from speclen.transport.embedded import EMBEDDED, OFF, EmbeddedController, FindController, at
-from speclen.transport.servers import prepare_aio
-from speclen.transport.settings import past_proxies
-from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.reporting.messages import to_report
+from speclen.worker.reporting.conversions import to_report
 
 if TYPE_CHECKING:
     from speclen.worker.reporting.control_client import ControlClient

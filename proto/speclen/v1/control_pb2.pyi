@@ -207,7 +207,7 @@ class WorkerLimits(google.protobuf.message.Message):
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
 
 @typing.final
-class BucketChoice(google.protobuf.message.Message):
+class Choice(google.protobuf.message.Message):
     """The arm in use at one batch range: how many tokens the draft model drafts per sequence, and whether sequences with an
     n-gram match propose those tokens instead.
     """
@@ -239,7 +239,7 @@ class BucketChoice(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "ngram", b"ngram", "speculation_length", b"speculation_length"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ms_per_token", b"_ms_per_token"]) -> typing.Literal["ms_per_token"] | None: ...
 
-Global___BucketChoice: typing_extensions.TypeAlias = BucketChoice
+Global___Choice: typing_extensions.TypeAlias = Choice
 
 @typing.final
 class ClassHistogram(google.protobuf.message.Message):
@@ -265,7 +265,7 @@ class ClassHistogram(google.protobuf.message.Message):
 Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
 
 @typing.final
-class LengthTable(google.protobuf.message.Message):
+class Table(google.protobuf.message.Message):
     """The arm in use at every batch size, for a context, or for one worker that is isolated from the others."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -275,18 +275,18 @@ class LengthTable(google.protobuf.message.Message):
     decision_version: builtins.int
     """Grows with every change of an arm in use. Workers quote it in their reports."""
     @property
-    def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
+    def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Choice]:
         """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one batch range."""
 
     def __init__(
         self,
         *,
         decision_version: builtins.int = ...,
-        choices: collections.abc.Iterable[Global___BucketChoice] | None = ...,
+        choices: collections.abc.Iterable[Global___Choice] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["choices", b"choices", "decision_version", b"decision_version"]) -> None: ...
 
-Global___LengthTable: typing_extensions.TypeAlias = LengthTable
+Global___Table: typing_extensions.TypeAlias = Table
 
 @typing.final
 class Probe(google.protobuf.message.Message):
@@ -501,7 +501,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     @property
     def limits(self) -> Global___WorkerLimits: ...
     @property
-    def baseline(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
+    def baseline(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Choice]:
         """Arms that the worker would use without learning, ascending and without gaps. Empty: there are no trials."""
 
     def __init__(
@@ -513,7 +513,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
         address: builtins.str = ...,
         policy: builtins.str = ...,
         run_id: builtins.str = ...,
-        baseline: collections.abc.Iterable[Global___BucketChoice] | None = ...,
+        baseline: collections.abc.Iterable[Global___Choice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "limits", b"limits", "worker", b"worker"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["address", b"address", "baseline", b"baseline", "context", b"context", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "worker", b"worker"]) -> None: ...
@@ -533,13 +533,13 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     sample_every: builtins.int
     """As in StreamReportsResponse."""
     @property
-    def table(self) -> Global___LengthTable: ...
+    def table(self) -> Global___Table: ...
     @property
     def controller(self) -> Global___ServerIdentity: ...
     def __init__(
         self,
         *,
-        table: Global___LengthTable | None = ...,
+        table: Global___Table | None = ...,
         durable_seq: builtins.int = ...,
         controller: Global___ServerIdentity | None = ...,
         sample_every: builtins.int = ...,
@@ -588,7 +588,7 @@ class ReportStepResponse(google.protobuf.message.Message):
     applied_seq: builtins.int
     durable_seq: builtins.int
     ngram: builtins.bool
-    """As in BucketChoice."""
+    """As in Choice."""
     def __init__(
         self,
         *,
@@ -651,7 +651,7 @@ class StreamReportsResponse(google.protobuf.message.Message):
     sample_every: builtins.int
     """Report 64 consecutive steps out of each 64 x sample_every; 0 and 1: every step. Only reported steps have a seq."""
     @property
-    def table(self) -> Global___LengthTable:
+    def table(self) -> Global___Table:
         """Absent when unchanged since the last message of this stream."""
 
     @property
@@ -659,7 +659,7 @@ class StreamReportsResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        table: Global___LengthTable | None = ...,
+        table: Global___Table | None = ...,
         applied_seq: builtins.int = ...,
         durable_seq: builtins.int = ...,
         probes: collections.abc.Iterable[Global___Probe] | None = ...,

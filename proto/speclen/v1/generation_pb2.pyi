@@ -660,7 +660,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     @property
     def worker(self) -> speclen.v1.control_pb2.WorkerIdentity: ...
     @property
-    def table(self) -> speclen.v1.control_pb2.LengthTable: ...
+    def table(self) -> speclen.v1.control_pb2.Table: ...
     @property
     def limits(self) -> speclen.v1.control_pb2.WorkerLimits: ...
     @property
@@ -675,7 +675,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         worker: speclen.v1.control_pb2.WorkerIdentity | None = ...,
         policy: builtins.str = ...,
         table_source: builtins.str = ...,
-        table: speclen.v1.control_pb2.LengthTable | None = ...,
+        table: speclen.v1.control_pb2.Table | None = ...,
         limits: speclen.v1.control_pb2.WorkerLimits | None = ...,
         num_requests_running: builtins.int = ...,
         num_requests_waiting: builtins.int = ...,

@@ -19,9 +19,9 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.logs import Sparse
-from speclen.transport.settings import bind
+from speclen.process.credentials import ServerSecurity
+from speclen.process.logs import Sparse
+from speclen.process.settings import bind
 from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.frontend.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.http.app import create_app, front_of

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from speclen.controller.baseline.guard import bounds_of
+from speclen.controller.service.control_servicer import ControlServicer
 from speclen.controller.service.journal import Journal
-from speclen.controller.service.servicer import ControlServicer
-from speclen.transport.servers import Families
+from speclen.process.servers import Families
 
 PREFIX = "speclen_controller"
 FAMILIES = Families(PREFIX)

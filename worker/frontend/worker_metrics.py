@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import Metric
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.servers import Families, serve_page
+from speclen.process.credentials import ServerSecurity
+from speclen.process.servers import Families, serve_page
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import FinishReason, RefusedError, SequenceOutput

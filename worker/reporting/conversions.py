@@ -74,17 +74,17 @@ def _flat(record: StepRecord | Choice) -> dict[str, Any]:
     return values | values.pop("arm")._asdict()
 
 
-def to_table(version: int, choices: tuple[Choice, ...]) -> pb.LengthTable:
+def to_table(version: int, choices: tuple[Choice, ...]) -> pb.Table:
     """A table of arms as a message."""
-    return pb.LengthTable(decision_version=version, choices=to_choices(choices))
+    return pb.Table(decision_version=version, choices=to_choices(choices))
 
 
-def to_choices(choices: Iterable[Choice]) -> list[pb.BucketChoice]:
+def to_choices(choices: Iterable[Choice]) -> list[pb.Choice]:
     """Batch ranges with their arms, as messages."""
-    return [pb.BucketChoice(**_flat(choice)) for choice in choices]
+    return [pb.Choice(**_flat(choice)) for choice in choices]
 
 
-def table_of(message: pb.LengthTable) -> Table:
+def table_of(message: pb.Table) -> Table:
     """The table of arms in a message of the controller."""
     choices = (Choice(one.batch_min, one.batch_max, Arm(one.speculation_length, one.ngram)) for one in message.choices)
     return Table(message.decision_version, tuple(choices))

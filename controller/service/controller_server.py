@@ -19,22 +19,22 @@ from grpc import aio
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimators
+from speclen.controller.service.control_servicer import ControlServicer
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.restoring import restore, restore_guards
-from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
+from speclen.process.embedded import published
+from speclen.process.health import NOT_SERVING, SERVING, Health
+from speclen.process.servers import SERVER_OPTIONS, create_server, probed, set_health
+from speclen.process.settings import UNIX, check_free, installed_version
+from speclen.process.supervision import LOOK_INTERVAL_S, PartFailedError, Supervisor, stop_event
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.retention import Retention
 from speclen.store.schema import StoredState
-from speclen.transport.embedded import published
-from speclen.transport.health import NOT_SERVING, SERVING, Health
-from speclen.transport.servers import SERVER_OPTIONS, create_server, probed, set_health
-from speclen.transport.settings import UNIX, check_free, installed_version
-from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, Supervisor, stop_event
 from speclen.v1 import control_pb2, control_pb2_grpc
 
 log = structlog.get_logger()
@@ -255,8 +255,8 @@ def show_page(controller: Running, config: ControllerConfig) -> Any:
     # Imported here, since the library takes time to import.
     from prometheus_client import CollectorRegistry
 
-    from speclen.controller.service.metrics import ControllerCollector
-    from speclen.transport.servers import serve_page
+    from speclen.controller.service.controller_metrics import ControllerCollector
+    from speclen.process.servers import serve_page
 
     registry = CollectorRegistry()
     registry.register(ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop()))

@@ -18,12 +18,12 @@ import torch
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from speclen.process.credentials import ServerSecurity
+from speclen.process.health import NOT_SERVING, SERVING, Health
+from speclen.process.servers import SERVER_OPTIONS, create_server, probed, set_health
+from speclen.process.settings import installed_version
+from speclen.process.supervision import PartFailedError, Supervisor, stop_event
 from speclen.records import PLAIN, Arm, Limits
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.health import NOT_SERVING, SERVING, Health
-from speclen.transport.servers import SERVER_OPTIONS, create_server, probed, set_health
-from speclen.transport.settings import installed_version
-from speclen.transport.supervision import PartFailedError, Supervisor, stop_event
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 from speclen.worker.arms import DEFAULT_ARM, ArmTable
 from speclen.worker.backends import openvino
@@ -35,8 +35,8 @@ from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.engine.step_runner import SLOW_STEPS
 from speclen.worker.frontend.admission import Admission
 from speclen.worker.frontend.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.frontend.metrics import RequestMetrics, WorkerMetrics, page_of
-from speclen.worker.frontend.servicer import GenerationServicer
+from speclen.worker.frontend.generation_servicer import GenerationServicer
+from speclen.worker.frontend.worker_metrics import RequestMetrics, WorkerMetrics, page_of
 from speclen.worker.models.devices import resolve_device, resolve_dtype
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.machine import device_name
@@ -44,7 +44,7 @@ from speclen.worker.models.naming import digest, model_label
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.control_stream import finder
-from speclen.worker.reporting.messages import WorkerCard
+from speclen.worker.reporting.conversions import WorkerCard
 from speclen.worker.requests.request import EngineFailedError, SamplingParams, check_sampling
 
 log = structlog.get_logger()

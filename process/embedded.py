@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import structlog
 
-from speclen.transport.settings import installed_version, unix_address
-from speclen.transport.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, end_after
+from speclen.process.settings import installed_version, unix_address
+from speclen.process.supervision import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, end_after
 
 log = structlog.get_logger()
 

@@ -21,9 +21,9 @@ from grpc import aio
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from speclen.transport.credentials import ServerSecurity
-from speclen.transport.health import Health
-from speclen.transport.settings import check_free, split_address
+from speclen.process.credentials import ServerSecurity
+from speclen.process.health import Health
+from speclen.process.settings import check_free, split_address
 
 log = structlog.get_logger()
 

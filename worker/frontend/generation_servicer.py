@@ -18,15 +18,15 @@ import grpc
 import structlog
 from grpc import aio
 
-from speclen.transport.credentials import Keyring
-from speclen.transport.logs import Sparse
-from speclen.transport.settings import installed_version
+from speclen.process.credentials import Keyring
+from speclen.process.logs import Sparse
+from speclen.process.settings import installed_version
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.frontend.async_engine import AsyncEngine, OutputStream
 from speclen.worker.frontend.grammars import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.messages import to_table
+from speclen.worker.reporting.conversions import to_table
 from speclen.worker.requests.request import (
     GenerationRequest,
     RefusedError,

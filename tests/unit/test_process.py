@@ -14,10 +14,10 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Gauge
 
-import speclen.transport.servers
-from speclen.transport.credentials import ClientSecurity, Keyring, ServerSecurity, read_token, read_tokens
-from speclen.transport.servers import serve_page
-from speclen.transport.settings import split_address
+import speclen.process.servers
+from speclen.process.credentials import ClientSecurity, Keyring, ServerSecurity, read_token, read_tokens
+from speclen.process.servers import serve_page
+from speclen.process.settings import split_address
 from tests.support.certificates import make_certificates
 from tests.support.waiting import PATIENCE_S
 
@@ -170,7 +170,7 @@ def silent_connections(address: str, number: int = 3) -> Iterator[list[socket.so
 
 def test_silent_connections_delay_neither_readers_nor_shutdown(security, monkeypatch, capfd):
     """Story: with TLS, one silent connection blocked the page and the end of the process until its client disconnected."""
-    monkeypatch.setattr(speclen.transport.servers, "SILENCE_S", 0.5)
+    monkeypatch.setattr(speclen.process.servers, "SILENCE_S", 0.5)
     how, context = security
     registry = CollectorRegistry()
     Gauge("answer", "To everything", registry=registry).set(42)

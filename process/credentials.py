@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from speclen.transport.settings import UNIX, is_loopback, setting, split_address
+from speclen.process.settings import UNIX, is_loopback, setting, split_address
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
