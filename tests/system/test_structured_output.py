@@ -119,39 +119,37 @@ def test_http_and_grpc_generate_the_same_structured_output(worker):
             assert all(json.loads(text) is not None for text in ended)
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x.test/y"}}}
+JSON_OBJECT = {"type": "json_object"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("wanted", "words"),
     [
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex '(' cannot be used: unclosed group"),
-        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", "70000 characters, at most 65536"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs", "0 choices"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
-        ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", 'unknown name: "foo"'),
-        ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type: foo"),
-        ({"structured_outputs": {"json": False}}, "structured_outputs", "a JSON schema that nothing fits"),
-        ({"structured_outputs": {}}, "structured_outputs", "is empty"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "leave one"),
-        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs", "False"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "response_format",
-            "response_format.type and structured_outputs.regex are given",
-        ),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is missing"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x.test/y"}}}},
-            "response_format",
-            "http://x.test/y",
-        ),
-        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs", "is not valid JSON"),
-        ({"guided_json": {"type": "object"}}, "guided_json", 'write structured_outputs: {"json": …} instead'),
+        ({"regex": "("}, "regex '(' cannot be used: unclosed group"),
+        ({"regex": "a" * 70_000}, "70000 characters, at most 65536"),
+        ({"choice": []}, "0 choices"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json": False}, "a JSON schema that nothing fits"),
+        ({}, "is empty"),
+        ({"regex": "a", "choice": ["a"]}, "leave one"),
+        ({"json": {}, "disable_additional_properties": True}, "False"),
+        ({"json": '{"const": "\\ud800"}'}, "is not valid JSON"),
+        ({"regex": "a", "response_format": JSON_OBJECT}, "response_format.type and structured_outputs.regex are given"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": SCHEMA}, "http://x.test/y"),
+        ({"guided_json": {"type": "object"}}, 'write structured_outputs: {"json": …} instead'),
     ],
 )
-def test_what_is_wrong_is_named(worker, fields, param, words):
-    answer = post(worker, **fields)
+def test_what_is_wrong_is_named(worker, wanted, words):
+    fields = {name: wanted[name] for name in ("response_format", "guided_json") if name in wanted}
+    inner = {name: value for name, value in wanted.items() if name not in fields}
+    answer = post(worker, **fields, **({"structured_outputs": inner} if inner or not fields else {}))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"] == param
+    assert error["param"] == next(iter(fields), "structured_outputs")
     assert words in error["message"]
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500

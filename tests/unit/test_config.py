@@ -66,6 +66,9 @@ def test_a_profile_is_read_and_used(tmp_path):
     assert (table.arms[1:], follow) == ((Arm(1),) * 4, False)
 
 
+HTTP = {"http_listen": "127.0.0.1:8000"}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -78,17 +81,11 @@ def test_a_profile_is_read_and_used(tmp_path):
         ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
         ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
         ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
-        (
-            {"http_listen": "127.0.0.1:8000", "http_allow_origin": "https://a.example/"},
-            "'https://a.example/' is not an origin",
-        ),
-        (
-            {"http_listen": "127.0.0.1:8000", "http_allow_origin": "*, chat.example"},
-            "--http-allow-origin 'chat.example' is not an",
-        ),
+        (HTTP | {"http_allow_origin": "https://a.example/"}, "'https://a.example/' is not an origin"),
+        (HTTP | {"http_allow_origin": "*, chat.example"}, "--http-allow-origin 'chat.example' is not an"),
         ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
-        ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
-        ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
+        (HTTP | {"api_key_file": Path("/no/such/file")}, "cannot be read"),
+        (HTTP | {"chat_template": Path("/no/such/file")}, "--chat-template"),
     ],
 )
 def test_invalid_worker_settings_are_refused_before_torch_is_imported(settings, words):

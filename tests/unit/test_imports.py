@@ -16,18 +16,18 @@ def loaded_by(*modules: str, missing: Iterable[str] = ()) -> set[str]:
 
 # Packages that only the extras install.
 EXTRAS = {
-    *("torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "fastapi", "starlette", "uvicorn"),
     *(
+        "torch",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "safetensors",
+        "fastapi",
+        "starlette",
+        "uvicorn",
         "httptools",
-        "jinja2",
-        "openvino",
-        "llguidance",
-        "matplotlib",
-        "datasette",
-        "grpc_health",
-        "grpc_reflection",
-        "ray",
     ),
+    *("jinja2", "openvino", "llguidance", "matplotlib", "datasette", "grpc_health", "grpc_reflection", "ray"),
 }
 
 

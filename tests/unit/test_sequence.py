@@ -56,40 +56,27 @@ ABC, LATE, SHOUTED, WORDS = encode("abc"), encode("a!b!c!"), encode("a!!b"), enc
 SHOUT, LONG, XYZ = encode("!")[0], [9] * 20, encode("xyz")
 UNTIL_STOP = next(WORDS[:at] for at in range(len(WORDS)) if "STOP" in tiny_models.tokenizer().decode(WORDS[:at]))
 
+GO_ON, KEEP, SHOW = {"ignore_eos": True}, {"include_stop_str_in_output": True}, {"include_special_tokens": True}
+ENDED, WHOLE = [*ABC, EOS], [*ABC, EOS, *XYZ]
+TO_X, BEFORE_END = [*ABC, EOS, XYZ[0]], [*LATE[:2], EOS]
+AROUND = f"c{END}x"
+
 # Sampling, tokens that come, tokens of the output, its text, and what ends it; None: any.
-ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, FinishReason, int | str | None]] = {
-    "the end token": ({}, [*ABC, EOS, *XYZ], [*ABC, EOS], "abc", STOP, EOS),
-    "the end token, which is shown": (
-        {"include_special_tokens": True},
-        [*ABC, EOS],
-        None,
-        "abc<|endoftext|>",
-        STOP,
-        EOS,
-    ),
-    "not an end token that is ignored": (
-        *({"ignore_eos": True, "max_tokens": len(ABC) + 1 + len(XYZ)}, [*ABC, EOS, *XYZ], [*ABC, EOS, *XYZ]),
-        *("abcxyz", LENGTH, None),
-    ),
+ENDS = {
+    "the end token": ({}, WHOLE, ENDED, "abc", STOP, EOS),
+    "the end token, which is shown": (SHOW, ENDED, None, "abc" + END, STOP, EOS),
+    "not an end token that is ignored": (GO_ON | {"max_tokens": len(WHOLE)}, WHOLE, WHOLE, "abcxyz", LENGTH, None),
     "a stop token, which is not shown": ({"stop_token_ids": (SHOUT,)}, LATE, LATE[:2], "a", STOP, SHOUT),
     "max_tokens": ({"max_tokens": 4}, LONG, LONG[:4], None, LENGTH, None),
     "the context": ({"context": len(encode("the ")) + 3}, LONG, LONG[:3], None, LENGTH, None),
     "a stop string across tokens": ({"stop": ("never", "STOP")}, WORDS, UNTIL_STOP, "one two ", STOP, "STOP"),
-    "a stop string that is kept": (
-        *({"stop": ("STOP",), "include_stop_str_in_output": True}, WORDS, UNTIL_STOP),
-        *("one two STOP", STOP, "STOP"),
-    ),
+    "a stop string that is kept": (KEEP | {"stop": ("STOP",)}, WORDS, UNTIL_STOP, "one two STOP", STOP, "STOP"),
     "text held back for a stop string that never came": (
-        {"stop": ("STOP",), "max_tokens": len(encode("one ST"))},
-        encode("one STx"),
-        None,
-        "one ST",
-        LENGTH,
-        None,
+        *({"stop": ("STOP",), "max_tokens": len(encode("one ST"))}, encode("one STx"), None, "one ST", LENGTH, None),
     ),
     "a stop string after min_tokens": ({"stop": ("!",), "min_tokens": 3}, LATE, LATE[:4], "a!b", STOP, "!"),
     "a stop token after min_tokens": ({"stop_token_ids": (SHOUT,), "min_tokens": 3}, LATE, LATE[:4], None, STOP, SHOUT),
-    "a stop string that begins before min_tokens": (
+    "a stop string begun before min_tokens": (
         {"stop": ("!!",), "min_tokens": 2},
         SHOUTED,
         SHOUTED[:3],
@@ -98,71 +85,21 @@ ENDS: dict[str, tuple[dict[str, Any], list[int], list[int] | None, str | None, F
         "!!",
     ),
     "not a stop string complete before min_tokens": (
-        {"stop": ("a!", "a!bx"), "min_tokens": 3, "max_tokens": 6},
-        LATE,
-        LATE,
-        "a!b!c!",
-        LENGTH,
-        None,
+        *({"stop": ("a!", "a!bx"), "min_tokens": 3, "max_tokens": 6}, LATE, LATE, "a!b!c!", LENGTH, None),
     ),
-    "a stop string that is a special token": (
-        {"stop": (END,), "ignore_eos": True},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS],
-        "abc",
-        STOP,
-        END,
-    ),
-    "a stop string that is a special token, which is kept": (
-        {"stop": (END,), "ignore_eos": True, "include_stop_str_in_output": True},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS],
-        "abc" + END,
-        STOP,
-        END,
-    ),
-    "a stop string that is a special token, which is shown": (
-        {"stop": (END,), "ignore_eos": True, "include_special_tokens": True},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS],
-        "abc",
-        STOP,
-        END,
-    ),
-    "a stop string that begins before a special token and ends after it": (
-        {"stop": (f"c{END}x",), "ignore_eos": True},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS, XYZ[0]],
-        "ab",
-        STOP,
-        f"c{END}x",
-    ),
-    "a stop string that the end token completes": ({"stop": (f"c{END}",)}, [*ABC, EOS], None, "ab", STOP, f"c{END}"),
-    "a stop string around a special token that is left out": (
-        {"stop": ("cx",), "ignore_eos": True},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS, XYZ[0]],
-        "ab",
-        STOP,
-        "cx",
-    ),
+    "a special token as stop string": (GO_ON | {"stop": (END,)}, WHOLE, ENDED, "abc", STOP, END),
+    "one that is kept": (GO_ON | KEEP | {"stop": (END,)}, WHOLE, ENDED, "abc" + END, STOP, END),
+    "one that is shown": (GO_ON | SHOW | {"stop": (END,)}, WHOLE, ENDED, "abc", STOP, END),
+    "a stop string around a special token": (GO_ON | {"stop": (AROUND,)}, WHOLE, TO_X, "ab", STOP, AROUND),
+    "a stop string that the end token completes": ({"stop": (f"c{END}",)}, ENDED, None, "ab", STOP, f"c{END}"),
+    "a stop string around a special token that is left out": (GO_ON | {"stop": ("cx",)}, WHOLE, TO_X, "ab", STOP, "cx"),
     "not a part of a special token that is left out": (
-        {"stop": ("endoftext", "|>"), "ignore_eos": True, "max_tokens": len(ABC) + 1 + len(XYZ)},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS, *XYZ],
-        "abcxyz",
-        LENGTH,
-        None,
+        *(GO_ON | {"stop": ("endoftext", "|>"), "max_tokens": len(WHOLE)}, WHOLE, WHOLE, "abcxyz", LENGTH, None),
     ),
     "text held back for a special token that never came": (
-        {"stop": (f"c{END}!",), "ignore_eos": True, "max_tokens": len(ABC) + 1},
-        [*ABC, EOS, *XYZ],
-        [*ABC, EOS],
-        "abc",
-        LENGTH,
-        None,
+        *(GO_ON | {"stop": (f"c{END}!",), "max_tokens": len(ENDED)}, WHOLE, ENDED, "abc", LENGTH, None),
     ),
-    "the end token before a stop string": ({"stop": ("!x",)}, [*LATE[:2], EOS], [*LATE[:2], EOS], "a!", STOP, EOS),
+    "the end token before a stop string": ({"stop": ("!x",)}, BEFORE_END, BEFORE_END, "a!", STOP, EOS),
 }
 
 
