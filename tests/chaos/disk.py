@@ -1,14 +1,12 @@
-"""A full or broken disk under a real controller."""
+"""A disk under a real controller that fails on command."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from chaos.fault import CannotRunError, Place, fault
@@ -66,46 +64,7 @@ def check_waiting(fleet: Fleet, reporter: Reporter) -> None:
     assert fleet.controller.health() == SERVING, "the controller is not SERVING while its disk fails"
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 32 MiB. Raises CannotRunError without the right to mount one."""
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        raise CannotRunError(f"needs the right to mount a file system: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill(file: Path) -> None:
-    """Write until the file system is full."""
-    with file.open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
-        while True:
-            ballast.write(bytes(4096))
-
-
-@fault("Learning goes on, nothing is acknowledged that is not on the disk, and with room again all is stored.")
-def disk_full(place: Place) -> str:
-    """A real file system is filled up beneath the controller, and has room again."""
-    with small_disk(place.folder / "disk") as disk, Fleet(place, 0, database=disk / "speclen.db") as fleet:
-        with Reporter(fleet.controller.address, place.dice, max_waiting=10**6) as reporter:
-            reporter.wait_for_more()
-            fill(disk / "ballast")
-            store_is(fleet, False)
-            check_waiting(fleet, reporter)
-            (disk / "ballast").unlink()
-            store_is(fleet, True)
-            reporter.finish()
-        reporter.check_stored(fleet.database)
-        check_database(fleet.database)
-    return f"{reporter.durable_seq:,} reports, all stored once"
-
-
-@fault("As when the disk is full: nothing is acknowledged that is not on the disk, and it recovers by itself.")
+@fault("Learning continues, nothing is acknowledged that is not on the disk, and it recovers by itself.")
 def disk_errors(place: Place) -> str:
     """Writes fail with ENOSPC or EIO, or the flush after them does (fsync), at random moments."""
     shim = Shim(place.folder)

@@ -12,12 +12,11 @@ from unittest import mock
 
 import grpc
 import pytest
-from rich.console import Console
 
 from speclen.cli.app import VERBS, main, settings_of_verb
 from speclen.cli.support.flags import check_environment
 from speclen.cli.support.output import UserError
-from speclen.cli.top import overview, rate_cells
+from speclen.cli.top import rate_cells
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 
@@ -206,25 +205,6 @@ def test_top_as_json_names_workers_that_do_not_answer_and_why():
         assert some.stderr.startswith(f"speclen: {other} is not a speclen worker")
         all_of_them = speclen("top", "--json", "--worker", worker)
         assert (all_of_them.returncode, all_of_them.stderr) == (0, "")
-
-
-def test_top_shows_whole_addresses_and_all_ranges_in_80_columns():
-    choices = [
-        control_pb2.Choice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
-        for low, high, length, ngram in [(1, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
-    ]
-    info = generation_pb2.GetServerInfoResponse(
-        table_source="controller", table=control_pb2.Table(choices=choices), num_kv_tokens_total=1, num_steps=9
-    )
-    console = Console(width=80, record=True, file=io.StringIO())
-    names = ["127.0.0.1:7080", "gpu-worker-17:7080"]
-    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, "it is away")}))
-    shown = console.export_text()
-    assert all(name in shown for name in names)
-    ranges = [["1-4", "n-gram", "else", "draft", "2"], ["5", "draft", "1"], ["6-9", "plain"]]
-    assert [line.split() for line in shown.splitlines()][-3:] == ranges
-    assert "it is away" in shown
-    assert "controller" in shown
 
 
 def test_top_shows_no_rates_across_a_restart():

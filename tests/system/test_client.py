@@ -86,15 +86,6 @@ def test_a_worker_with_a_wrong_token_does_not_start(guarded, made, tmp_path):
     check_controller(ClientSecurity(), free_address(), "")  # none yet: it may come
 
 
-def test_a_client_certificate_is_sent_when_configured(made, tmp_path):
-    options = ("--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key))
-    # The child is waited for without a certificate, so it is given up as soon as it says that it serves.
-    refused = pytest.raises(UserError, match="uses TLS, give --ca")
-    with refused, running_controller(tmp_path, *options, "--tls-client-ca", str(made.authority.cert)):
-        pass
-    assert Client(ClientSecurity(made.authority.cert, made.client.cert, made.client.key)).channel("127.0.0.1:1")
-
-
 def test_invalid_pem_is_refused_before_grpc_reads_it(made, tmp_path, capfd):
     junk = tmp_path / "junk.pem"
     junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")

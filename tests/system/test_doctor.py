@@ -3,12 +3,10 @@
 import contextlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -94,14 +92,6 @@ def test_the_wal_of_a_running_controller_is_kept(tmp_path):
     assert {finding.check: finding.found for finding in examine(store.path)}["writer"] == "no controller is running"
 
 
-def test_a_lock_that_cannot_be_read_is_a_finding(tmp_path, monkeypatch):
-    path = write_database(tmp_path / "s.db")
-    monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    found = {finding.check: finding for finding in examine(path)}
-    assert (found["writer"].status, found["writer"].found) == ("warning", "unknown (Permission denied)")
-    assert found["integrity"].status == "ok"
-
-
 def test_stale_and_refused_workers_are_summarised_in_a_few_lines(tmp_path):
     """Every pod of a cluster has its own name, and a line was printed for each pod that had ever existed."""
     seen = [time.time() - 7200 - number for number in range(100)]
@@ -133,25 +123,6 @@ def test_every_kind_of_loss_in_the_schema_has_advice(tmp_path):
     for kind in kinds:
         finding = told[kind.replace("_", " ")]
         assert (finding.status, finding.advice != "see the controller's log") == ("warning", True)
-
-
-def test_free_space_is_measured_where_a_link_points(tmp_path, monkeypatch):
-    there, here = tmp_path / "there", tmp_path / "here"
-    for folder in (there, here):
-        folder.mkdir()
-    (here / "s.db").symlink_to(write_database(there / "s.db"))
-    asked, usage = [], shutil.disk_usage
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (asked.append(path), usage(path))[1])
-    assert statuses(here / "s.db")["space"] == "ok"
-    assert asked == [there.resolve()]
-
-
-def test_a_database_of_another_version_fails_with_advice(tmp_path):
-    path = write_database(tmp_path / "s.db")
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID - 1}")
-    assert statuses(path) == {"file": "failed"}
-    assert advice(path, "file").startswith("start a new one with --db")
 
 
 def test_a_file_without_tables_fails_with_advice(tmp_path):

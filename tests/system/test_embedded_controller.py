@@ -210,13 +210,3 @@ def test_a_worker_alone_learns_and_leaves_nothing_behind_when_it_is_killed(datab
     finally:
         worker.stop(timeout_s=0.0)  # SIGKILL
     until(lambda: not is_locked(database), 30, "the controller's end")
-
-
-def test_what_an_embedded_controller_learned_is_found_without_arguments(database, tmp_path):
-    with programs(database.parent, 1) as (program,):
-        program.address()
-        environment = {**os.environ, "SPECLEN_DATA_DIR": str(database.parent)}
-        command = [sys.executable, "-m", "speclen.cli.app", "doctor"]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert done.stderr == f"database {database}\n"
-        assert "a controller is running" in done.stdout

@@ -42,19 +42,6 @@ def test_a_child_that_never_serves_is_an_error_that_names_its_log(tmp_path, monk
     assert said[0] == "worker 0: starting (0 s so far)"
 
 
-def test_remarks_of_a_starting_child_are_printed_once(tmp_path):
-    one = child(tmp_path)
-    one.log_file.write_text("of an earlier life\n")
-    died(one)
-    assert [line for line in one.new_remarks() if "earlier" in line] == []
-    with one.log_file.open("a") as log:
-        log.write(
-            "measuring for 20 s\n2026-01-01 00:00:00 [info] found\nspeclen worker serving on 127.0.0.1:1\nhalf a li"
-        )
-    assert one.new_remarks() == ["measuring for 20 s"]
-    assert one.new_remarks() == []
-
-
 def test_advice_of_a_child_names_variables_instead_of_flags(tmp_path):
     """`speclen up` repeated the controller's advice to use a flag, which `up` does not have."""
     (tmp_path / "noise.db").write_bytes(b"noise " * 1000)

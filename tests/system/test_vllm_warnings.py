@@ -32,18 +32,11 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
     ("variables", "changes", "named", "way_out"),
     [
         ({"SPECLEN_CONTROLLER": "off"}, {}, "SPECLEN_CONTROLLER", "is off"),
-        ({"SPECLEN_CONTROLLER": "nowhere"}, {}, "'nowhere'", "HOST:PORT"),
-        ({"SPECLEN_WORKER_POLICY": "clever"}, {}, "'clever'", "use adaptive"),
         ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
         ({"SPECLEN_WORKER_POLICY": "fixed:9"}, {}, "fixed:9", "raise that"),
         ({"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": "/no/such"}, {}, "CONTROLLER_TOKEN_FILE /no/such", "cannot be read"),
-        ({"SPECLEN_WORKER_CONTROLLER_CERT": "/a.pem"}, {}, "SPECLEN_WORKER_CONTROLLER_KEY", "give both"),
-        ({}, {"speculative_config": None}, "no speculative config", "--speculative-config"),
         ({}, {"speculative_config__method": "medusa"}, "'medusa'", "use one of draft_model"),
-        ({}, {"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2", "tensor_parallel_size"),
         ({}, NO_TABLE, "num_speculative_tokens_per_batch_size", "[[1, 8, 5]]"),
-        ({}, {"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4", "start 4 servers"),
-        ({}, {"speculative_config__num_speculative_tokens": 99}, "99", "give less"),
     ],
 )
 def test_bad_input_is_one_warning_and_vllm_keeps_serving(scheduler_for, caplog, variables, changes, named, way_out):
@@ -57,28 +50,18 @@ def test_bad_input_is_one_warning_and_vllm_keeps_serving(scheduler_for, caplog, 
     assert scheduler.steering is None
 
 
-FIELD = "num_spec_tokens_to_schedule"
-FIELDS = {name: None for name in fake_vllm.SchedulerOutput.__dataclass_fields__ if name != FIELD}
-WithoutField = type("SchedulerOutput", (), {"__dataclass_fields__": FIELDS})
-
-
 @pytest.mark.parametrize(
-    ("change", "is_on", "words"),
+    ("change", "words"),
     [
-        (lambda patch: fake_vllm.install(patch, "0.31.0"), False, "vLLM is 0.31.0: upgrade it to 0.33"),
-        (
-            lambda patch: patch.setattr(sys.modules["vllm.v1.core.sched.output"], "SchedulerOutput", WithoutField),
-            False,
-            f"vLLM 0.32.0 has no SchedulerOutput.{FIELD}",
-        ),
-        (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), False, "vllm.v1.outputs"),
+        (lambda patch: fake_vllm.install(patch, "0.31.0"), "vLLM is 0.31.0: upgrade it to 0.33"),
+        (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), "vllm.v1.outputs"),
     ],
 )
-def test_an_unsupported_vllm_is_one_warning_and_keeps_serving(monkeypatch, scheduler_for, caplog, change, is_on, words):
+def test_an_unsupported_vllm_is_one_warning_and_keeps_serving(monkeypatch, scheduler_for, caplog, change, words):
     change(monkeypatch)
     with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
-        assert (scheduler.steering is not None) is is_on
+        assert scheduler.steering is None
         serve(scheduler)
     assert [words in record.getMessage() for record in caplog.records].count(True) == 1
 

@@ -70,14 +70,6 @@ def test_up_on_a_database_in_use_says_so_before_a_worker_starts(tmp_path):
         assert "worker 0" not in result.stderr
 
 
-def test_a_worker_of_one_run_does_not_join_another(tmp_path):
-    with running_controller(tmp_path / "a", run_id="one") as running:
-        options = ("--controller", running.address, "--run-id", "two", "--listen", free_address())
-        result = speclen("worker", *options, cwd=tmp_path)
-        assert "a speclen controller of" in refused(result)
-        assert "loading" not in result.stderr  # told before torch is imported
-
-
 def test_a_controller_refuses_a_worker_of_another_run(tmp_path):
     with running_controller(tmp_path / "a", run_id="one") as running, grpc.insecure_channel(running.address) as channel:
         stub = rpc.ControlServiceStub(channel)

@@ -81,15 +81,6 @@ def test_a_controller_is_found_while_it_serves_and_under_every_name_of_its_datab
     assert serving(database) is None
 
 
-def test_a_controller_that_cannot_publish_its_address_keeps_serving(tmp_path):
-    with published(tmp_path / "absent" / "speclen.db", "127.0.0.1:7"):
-        pass
-    with published(tmp_path / "speclen.db", "127.0.0.1:7"), published(tmp_path / "speclen.db", "127.0.0.1:8"):
-        found = serving(tmp_path / "speclen.db")
-        assert found is not None
-        assert found.address == "127.0.0.1:7"
-
-
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"version": "0.0.1"}])
 async def test_a_controller_of_another_machine_is_refused_and_one_of_another_version_joined(
     tmp_path, monkeypatch, capsys, change

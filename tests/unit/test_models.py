@@ -12,9 +12,9 @@ import speclen.worker.models.devices
 import speclen.worker.models.loading
 import speclen.worker.models.naming
 from speclen.worker.frontend.worker_server import model_name
-from speclen.worker.models.devices import resolve_device, resolve_dtype
+from speclen.worker.models.devices import resolve_dtype
 from speclen.worker.models.loading import load_pair
-from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place
+from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape
 from speclen.worker.models.widen import widen
 from tests.support import tiny_models
 
@@ -85,25 +85,6 @@ def test_unknown_model_names_suggest_what_to_use(target, name, reason, monkeypat
         load_pair(name, None, "cpu")
     assert name in str(error.value)
     assert len(str(error.value)) < 300
-
-
-def test_a_tilde_in_a_model_path_is_expanded(target, tmp_path, monkeypatch):
-    """As in `--target=~/models/llama`, or in a file of settings."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    (tmp_path / "mine" / "model.safetensors").touch()
-    assert find_place("~/mine") == (str(tmp_path / "mine"), None)
-
-
-def test_unknown_devices_and_dtypes_are_named(target):
-    with pytest.raises(ModelError, match="'tpu'"):
-        load_pair(target, None, "tpu")
-    with pytest.raises(ModelError, match="'int3'"):
-        load_pair(target, None, "cpu", "int3")
-    if not torch.cuda.is_available():
-        with pytest.raises(ModelError, match="no CUDA device"):
-            resolve_device("cuda")
 
 
 def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch):

@@ -1,6 +1,5 @@
 """Pools fit the memory there is, and the caller's models stay as they are."""
 
-import dataclasses
 import re
 
 import pytest
@@ -33,18 +32,6 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch):
     assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
     # Two layers of two heads of 8 in each model: 512 bytes a token, and half of 64 KiB may be used.
     assert prepared.max_kv_tokens == 2**15 // 512
-
-
-def test_limits_may_be_set():
-    config = EngineConfig(
-        backend="torch", max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4
-    )
-    prepared = prepare(engines.make_pair("llama"), config)
-    assert (prepared.max_context_length, prepared.max_kv_tokens) == (100, 150)
-    assert prepared.target.pool.max_length >= 104
-    config = dataclasses.replace(config, max_context_length=10**6, max_kv_tokens=None)
-    prepared = prepare(engines.make_pair("llama"), config)
-    assert (prepared.max_context_length, prepared.max_kv_tokens) == (tiny_models.MAX_POSITIONS, 3 * (256 + 4))
 
 
 @pytest.mark.parametrize(

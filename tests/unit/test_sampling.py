@@ -149,14 +149,6 @@ def test_extreme_temperatures_stay_finite(temperature):
     assert probs.sum().item() == pytest.approx(1)
 
 
-def test_a_row_has_the_same_noise_alone_and_in_any_batch():
-    keys = torch.tensor([make_key(seed, 0) for seed in (1, 2, 3)])
-    positions = torch.tensor([[0, 1, 2], [7, 8, 9], [5, 6, 7]])
-    together = exponential(keys, positions, 50)
-    alone = exponential(keys[1:2], torch.tensor([[9]]), 50)
-    assert torch.equal(together[1, 2], alone[0, 0])
-
-
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
 def test_every_seed_fits_a_signed_integer(seed):
     assert -(2**63) <= make_key(seed, 63) < 2**63

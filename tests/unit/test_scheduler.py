@@ -67,18 +67,6 @@ def names(sequences: list[SequenceState]) -> list[str]:
     return [sequence.request.request_id for sequence in sequences]
 
 
-def test_first_come_first_served():
-    queue = scheduler()
-    for name in "abcdef":
-        queue.add([sequence(name)])
-    assert admitted(queue) == ["a", "b", "c", "d"]
-    start(queue)
-    end(queue, queue.rows[0])
-    assert admitted(queue) == ["e"]
-    assert names(queue.rows) == ["b", "c", "d", "e"]
-    assert len(queue.waiting) == 1
-
-
 def test_a_large_request_waits_for_room_and_is_not_overtaken():
     queue = scheduler(max_kv_tokens=40)
     queue.add([sequence("small", max_tokens=6)])  # 4 + 6 + 4 tokens of slack

@@ -105,13 +105,6 @@ def test_estimates_of_old_ranges_are_deleted(store):
     assert rows(store.path, "SELECT context_id, batch_min FROM arm_estimates") == [(1, 2), (2, 3)]
 
 
-def test_two_workers_cannot_share_a_name(store):
-    store_now(store, Commit(contexts=[context()], workers=[worker(3)]))
-    store_now(store, Commit(workers=[worker(9, worker_key=2, worker_id="worker-1")]))
-    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(1, 3)]
-    assert store.health().num_rows_refused == 1
-
-
 def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
     """Of four sequences two show what they accepted: one token each beside the target's own."""
     reports = [report(1, num_accepted_tokens=2, num_unobserved_sequences=2), report(2)]

@@ -135,11 +135,6 @@ def test_figures_of_a_range_are_means_by_the_steps_at_its_sizes_whatever_their_a
     assert (row["ms_per_token_low"], row["ms_per_token_high"]) == pytest.approx((9.0, 11.0))
 
 
-def test_sizes_without_steps_count_equally(store):
-    [row] = choices(store, size(3, 0.020, num_steps=0), size(4, 0.018, num_steps=0))
-    assert row["ms_per_token"] == pytest.approx(9.5)
-
-
 @pytest.mark.parametrize(
     ("other", "buckets"),
     [
