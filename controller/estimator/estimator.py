@@ -51,7 +51,7 @@ POOL = ""  # name of the group of workers that share their evidence
 CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # flags a probe can cause; other slow steps are not charged to it
 TRAFFIC_MEMORY = 1000.0  # steps over which class mix, context, prefill and waiting are averaged
 MOST_SAVED = 12.0  # steps' worth of exploration that can be saved, or owed
-FORM = 2  # of what `save` returns
+FORM = 3  # of what `save` returns
 Z_95 = 1.96
 LONGEST_S, SHORTEST_S = 1e5, 1e-7  # of a step, as shown
 LOCAL = ContextKey("target", "draft", "device", "dtype")
@@ -232,7 +232,7 @@ class Estimator:
 
     def _changed(self, tokens: TokenEvidence, kind: int, statistic: float) -> DriftEvent:
         """Forget a class's tokens per step from before its text changed."""
-        tokens.forget(kind)
+        tokens.forget(kind, self.settings)
         text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
         return DriftEvent(self.key, "acceptance", statistic, text)
 
@@ -353,7 +353,7 @@ class Estimator:
         pool = groups[POOL].selection
         if any(worker.apart):
             groups[name] = Group(Selection(pool.arms.copy(), pool.version + 1))
-            worker.times.fade(self.settings.surprise_kept)  # its contrasts were clipped around the others' times
+            worker.times.fade(self.settings.kept)  # its contrasts were clipped around the others' times
             parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
             what = " and ".join(part for part, apart in parts if apart)
             sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
@@ -382,11 +382,11 @@ class Estimator:
         return Outcome(decisions, events)
 
     def _known(self) -> np.ndarray:
-        """True for the ranges that a profile has, or with enough usable samples nearby, [ranges]."""
+        """True for the ranges that were profiled, or have usable samples nearby, [ranges]."""
         state, grid = self._state, self._grid
         total = np.concatenate([[0.0], np.cumsum(state.traffic.seen)])
         low, high = self._around
-        known: np.ndarray = total[high] - total[low] >= self.settings.known_samples
+        known: np.ndarray = total[high] > total[low]
         return known | ((grid.high >= state.profiled[0]) & (grid.low <= state.profiled[1]))
 
     def _solve(self, name: str) -> None:
@@ -403,7 +403,7 @@ class Estimator:
         surprises = sorted(each.surprise for each in times)
         if times and surprises[(len(times) - 1) // 2] > s.surprise:  # a part of the step has changed for most workers
             for changed in times:
-                changed.fade(s.surprise_kept)
+                changed.fade(s.kept)
                 changed.surprise = 1.0
         prior = self._profile(name)
         information, moment = self._evidence(name)

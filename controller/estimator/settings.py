@@ -26,9 +26,11 @@ class EstimatorSettings(BaseModel):
     least_cost: float = _field(0.2, "least loss of a probe's step, in steps: it bounds probes of arms that seem level")
     optimism: float = _field(2.0, "standard deviations by which an arm may be better than expected")
     near: float = _field(1.5, "factor between batch sizes where a probe may run, and whose samples make a size known")
-    known_samples: float = _field(8.0, "usable samples near a size before its longer arms are used")
     solve_reports: int = Field(
         default=32, ge=1, description="reports between two solutions: rarer ones lose 0.4 points"
+    )
+    kept: float = _field(
+        0.25, "share of the evidence that is kept when a change is detected: new evidence soon outweighs it"
     )
     # Step times.
     range_width: float = _field(0.12, "of a batch range, relative to its first size: up to 16 each size is one")
@@ -40,7 +42,6 @@ class EstimatorSettings(BaseModel):
     surprise: float = _field(
         3.0, "mean square of surprises, in variances, at which contrasts are forgotten: 2.5 alarmed falsely"
     )
-    surprise_kept: float = _field(0.1, "share of the contrasts that is kept then: new ones soon outweigh it")
     residual: float = _field(0.04, "standard deviation of a cell's residual: padding and tile sizes")
     profile_sd: float = _field(0.1, "standard deviation of a profile's log step times before live ones are seen")
     # Tokens per step.

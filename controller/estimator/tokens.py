@@ -40,7 +40,6 @@ LEAST = 0.02  # of acceptance and of rejection
 DEEPER = 0.98  # acceptance of a position relative to the one before, unseen
 COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
-KEPT = 0.25  # share of the short memory that is kept when the text has changed
 PAIR_MEMORY = 1024.0  # steps over which the variance among requests is averaged
 MOST_PAIRED = 8  # sequences of a class in a step: in larger batches, deviations that all share would dominate
 MOST_SPREAD = 0.5  # standard deviation of log tokens per step among requests; more is a change of the text
@@ -205,11 +204,11 @@ class TokenEvidence:
         largest = np.maximum(of_class, of_all * (number > 0)).max(axis=1)
         return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > settings.change)]
 
-    def forget(self, kind: int) -> None:
-        """Replace a class's long memory by a quarter of the short one: the rest describes the text before the change."""
+    def forget(self, kind: int, settings: EstimatorSettings) -> None:
+        """Replace a class's long memory by a part of the short one: the rest describes the text before the change."""
         for name in SUMS:
             values = getattr(self, name)
-            values[:, kind] = KEPT * values[1, kind]
+            values[:, kind] = settings.kept * values[1, kind]
 
     def _log_speed(self, s: EstimatorSettings) -> np.ndarray:
         """Log tokens per step in both memories by source, [2, classes, 4]."""

@@ -54,7 +54,7 @@ def check_reported(scheduler):
 @contextlib.contextmanager
 def controller(tmp_path, length=2, **options):
     """A controller in its own thread, since the test's thread is the engine. length: the one that it always selects."""
-    settings = EstimatorSettings(cold_length=length, known_samples=1e9, explored=1e-9)
+    settings = EstimatorSettings(cold_length=length, hysteresis=1e3, explored=1e-9)
     ready, ended, found = threading.Event(), threading.Event(), []
 
     async def hold():
