@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class HttpWorker:
-    """A worker that runs in its own thread from `running` on. http, grpc: addresses."""
+    """A worker that runs in its own thread within `http_worker`. http, grpc: addresses."""
 
     engine: Engine
     control: ControlClient

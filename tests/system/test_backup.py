@@ -56,7 +56,7 @@ def test_an_existing_file_is_replaced_only_with_overwrite(tmp_path):
 
 
 def test_a_backup_onto_the_database_itself_is_refused(tmp_path):
-    """A link to it, either: what is renamed over it is another file than the one that the controller writes to."""
+    """So is one onto a link to it: a rename would replace the file that the controller writes to."""
     database = write_database(tmp_path / "s.db")
     (tmp_path / "link.db").symlink_to(database)
     before = database.stat().st_ino
@@ -68,7 +68,7 @@ def test_a_backup_onto_the_database_itself_is_refused(tmp_path):
 
 @pytest.mark.parametrize("harm", [spoil_a_value, spoil_a_page])
 def test_an_unreadable_database_is_named_and_not_the_destination(tmp_path, harm):
-    """The error named the destination, so that its reader looked at the wrong disk."""
+    """Story: the error named the destination, so users looked at the wrong disk."""
     database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     harm(database)
     with pytest.raises(UserError, match=r"s\.db cannot be copied \(.*\): look at it with `speclen doctor`") as refused:
@@ -156,7 +156,7 @@ def test_a_file_that_is_not_a_backup_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("harm", [spoil_a_value, lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000))])
 def test_a_damaged_backup_gets_advice_that_restore_can_follow(tmp_path, harm):
-    """It advised a flag of the controller."""
+    """Story: it advised a flag of the controller."""
     backup = write_database(tmp_path / "backup.db")
     harm(backup)
     before = {file.name for file in tmp_path.iterdir()}

@@ -102,7 +102,7 @@ def test_a_missing_file_and_an_unknown_variable_are_errors():
     ],
 )
 def test_foreign_variables_and_our_own_are_accepted(name):
-    """A Kubernetes service named speclen ended every verb with exit code 2: a crash loop."""
+    """Story: next to a Kubernetes service named speclen every verb ended with exit code 2, in a crash loop."""
     check_environment([name], [*VERBS, "client"], settings_of_verb)
 
 
@@ -149,7 +149,7 @@ def test_a_misspelt_verb_gets_a_suggestion():
     ],
 )
 def test_values_that_a_message_cannot_hold_are_refused_by_flag(arguments):
-    """These were tracebacks, or waited for a worker first."""
+    """Story: these ended with tracebacks, or waited for a worker first."""
     result = speclen("generate", "x", "--worker", "127.0.0.1:1", *arguments)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
@@ -192,7 +192,7 @@ def listening(*, worker: bool):
 
 
 def test_top_as_json_names_workers_that_do_not_answer_and_why():
-    """It printed null and was content, also with the address of a controller."""
+    """Story: it printed null and ended with exit code 0, even for the address of a controller."""
     with listening(worker=True) as worker, listening(worker=False) as other:
         nobody = speclen("top", "--json", "--worker", "127.0.0.1:1", "--worker", other)
         assert (nobody.returncode, nobody.stdout) == (2, "")
@@ -208,7 +208,7 @@ def test_top_as_json_names_workers_that_do_not_answer_and_why():
 
 
 def test_top_shows_no_rates_across_a_restart():
-    """They were negative: the counters of a process begin at 0."""
+    """Story: rates were negative, since the counters of a new process begin at 0."""
     first, second = (control_pb2.WorkerIdentity(worker_id="w", epoch=epoch) for epoch in (1, 2))
     info = generation_pb2.GetServerInfoResponse
     before, after = info(worker=first, num_steps=900, num_generated_tokens=2000), info(worker=second, num_steps=9)

@@ -221,7 +221,7 @@ def own_import(db: Path) -> int:
 
 
 def test_a_profile_that_the_database_refuses_is_an_error(tmp_path, monkeypatch):
-    """`profile import` said under which number it was stored, and it was nowhere."""
+    """Story: `profile import` printed the number of a profile that was not stored."""
 
     def refuse(*_: object) -> None:
         raise RefusedError("the database refuses a row of profiles")

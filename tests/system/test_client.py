@@ -49,7 +49,7 @@ def guarded(made, token, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["no_such_proxy", "http_proxy", "https_proxy", "grpc_proxy"])
 def test_a_client_with_authority_and_token_connects_directly_to_this_machine(guarded, made, token, monkeypatch, name):
-    """gRPC sends every call to it, also one that goes no further than this machine."""
+    """gRPC sends every call through a proxy, even one to this machine."""
     for each in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -76,7 +76,7 @@ def test_a_refused_client_is_given_the_reason(guarded, made, token, tmp_path, ca
 
 
 def test_a_worker_with_a_wrong_token_does_not_start(guarded, made, tmp_path):
-    """It logged one warning, reported SERVING, and never learned."""
+    """Story: it logged one warning, reported SERVING and never learned."""
     (tmp_path / "wrong").write_text("fedcba9876543210")
     security = ClientSecurity(ca=made.authority.cert, token_file=tmp_path / "wrong", prefix="--controller-")
     with pytest.raises(UserError, match="rejects the token in"):
@@ -115,7 +115,7 @@ def test_client_variables_override_the_file(monkeypatch):
 
 
 def test_a_verbs_own_section_overrides_the_client_variables(monkeypatch):
-    """For `profile` it did, for the other verbs it did not."""
+    """Story: this held for `profile` alone."""
     monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "all:1")
     monkeypatch.setenv("SPECLEN_CLIENT_CA", "all.pem")
     own = {"generate": {"worker": "own:1"}, "up": {"ca": "own.pem"}, "profile": {"run": {"ca": "own.pem"}}}

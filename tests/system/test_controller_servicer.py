@@ -97,7 +97,9 @@ async def test_old_and_unknown_incarnations_are_refused(tmp_path):
         await stream.write(group(1, 4))
         await stream.read()
         await at.stub.RegisterWorker(registration(epoch=8))
-        assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
+        assert (await status_of(to_the_end(stream)))[0] == "FAILED_PRECONDITION", (
+            "the stream of the old incarnation is ended"
+        )
         for attempt in (at.stub.RegisterWorker(registration(epoch=7)), at.stub.ReportStep(unary), first_answer(at, 7)):
             code, details = await status_of(attempt)
             assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
@@ -239,7 +241,7 @@ async def test_counts_follow_what_happened(tmp_path):
 
 
 async def test_metrics_are_read_on_the_event_loop(tmp_path):
-    """Reading them from the page's thread would meet collections that grow under its hands."""
+    """The page's thread would read collections that the loop is changing."""
     async with served(tmp_path) as at:
         running = at.controller
         collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())

@@ -68,7 +68,7 @@ async def test_a_message_with_too_many_reports_is_refused(tmp_path):
 
 
 async def test_a_second_stream_of_a_worker_replaces_the_first(tmp_path):
-    """The first is a connection that died without a word; its reports that still arrive count once."""
+    """The first is a connection that died silently; its reports that still arrive count once."""
     async with served(tmp_path) as at:
         first, _ = await opened(at)
         second, _ = await opened(at)
@@ -92,7 +92,7 @@ async def test_probes_and_sampling_reach_the_worker(tmp_path):
         assert probe.num_steps == 3
         assert probe.valid_for_s > 0
         await call.write(pb.StreamReportsRequest())
-        assert not (await call.read()).probes, "handed out once"
+        assert not (await call.read()).probes, "it is given once"
         assert (await at.stub.RegisterWorker(registration("v"))).sample_every == 4
 
 

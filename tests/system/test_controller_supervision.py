@@ -83,7 +83,7 @@ def full(*arguments):
 
 
 async def test_a_controller_that_cannot_save_its_state_ends_with_an_error(tmp_path, monkeypatch):
-    """It ended as if all had been well, and the log alone said that the last commit was lost."""
+    """Story: it ended with exit code 0, and only the log said that the last commit was lost."""
     async with lacking(r".*disk is full", tmp_path, drain_timeout_s=0.3) as at:
         monkeypatch.setattr("speclen.store.database.write", full)
         await at.stub.RegisterWorker(registration())

@@ -92,7 +92,7 @@ def test_the_dashboard_cannot_write(database):
         ("8001", False, "is not HOST:PORT"),
     ],
 )
-def test_addresses(listen, insecure, expected):
+def test_an_address_beyond_loopback_needs_insecure(listen, insecure, expected):
     if isinstance(expected, tuple):
         assert address(listen, insecure) == expected
     else:
@@ -106,7 +106,7 @@ def test_a_missing_database_is_one_sentence(tmp_path):
 
 
 def test_text_from_workers_is_escaped_in_html(tmp_path):
-    """Tables take text for HTML; vega-lite draws text, and Markdown is ours alone."""
+    """Only tables render text as HTML: vega-lite draws it, and the Markdown is our own."""
     hostile = context(device="<b>", target="<b>")
     written(tmp_path / "s.db", Commit(contexts=[hostile], arm_estimates=[estimate(is_best=True)]))
     tables = [chart for chart in CHARTS.values() if chart["library"] not in ("vega-lite", "markdown")]

@@ -49,7 +49,7 @@ def test_damage_is_reported_with_advice(tmp_path, harm):
 
 
 def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path):
-    """Read-only, SQLite leaves CHECK constraints out: what the controller refuses at its start passed for sound."""
+    """Story: SQLite skips CHECK constraints on read-only files, so doctor passed files that the controller refuses."""
     path = write_database(tmp_path / "s.db")
     spoil_a_value(path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
@@ -61,7 +61,7 @@ def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path
 
 
 def test_the_wal_of_a_killed_controller_is_left_unchanged(tmp_path):
-    """The last connection that may write moves a WAL into the file and deletes it: a look must not."""
+    """The last connection with write access moves a WAL into the file and deletes it; doctor must not."""
     path, link = tmp_path / "s.db", tmp_path / "links" / "other.db"
     write_killed_database(path)
     link.parent.mkdir()
@@ -93,7 +93,7 @@ def test_the_wal_of_a_running_controller_is_kept(tmp_path):
 
 
 def test_stale_and_refused_workers_are_summarised_in_a_few_lines(tmp_path):
-    """Every pod of a cluster has its own name, and a line was printed for each pod that had ever existed."""
+    """Story: a line was printed for each pod that had ever existed, since every pod has its own name."""
     seen = [time.time() - 7200 - number for number in range(100)]
     gone = [worker(0, number, last_seen_at=at, num_refused=50) for number, at in enumerate(seen, start=1)]
     findings = examine(written(tmp_path / "s.db", moment([], workers=gone)))
@@ -126,7 +126,7 @@ def test_every_kind_of_loss_in_the_schema_has_advice(tmp_path):
 
 
 def test_a_file_without_tables_fails_with_advice(tmp_path):
-    """A killed first start leaves such a file, on which the verb ended with a traceback."""
+    """Story: a killed first start left such a file, on which the verb ended with a traceback."""
     path = tmp_path / "s.db"
     with contextlib.closing(connect_writer(path)) as connection:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

@@ -28,7 +28,7 @@ def client(worker):
     return worker.client()
 
 
-def test_models(client):
+def test_the_model_is_listed_and_can_be_retrieved(client):
     (model,) = client.models.list().data
     assert (model.id, model.object) == (MODEL, "model")
     assert client.models.retrieve(MODEL).max_model_len == tiny_models.MAX_POSITIONS
@@ -109,7 +109,7 @@ def test_several_prompts_and_sequences_are_choices_in_order(client):
     assert [streamed[i] for i in range(4)] == [c.token_ids for c in got.choices]
 
 
-def test_stop_strings_and_stop_tokens(client):
+def test_the_output_ends_at_stop_strings_and_stop_tokens(client):
     whole = client.completions.create(prompt=PROMPT, **GREEDY).choices[0]
     stop = whole.text[6:9]
     cut = client.completions.create(prompt=PROMPT, stop=stop, **GREEDY).choices[0]
@@ -125,7 +125,7 @@ def test_stop_strings_and_stop_tokens(client):
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
 
 
-def test_logprobs_of_completions(worker, client):
+def test_logprobs_of_completions_equal_those_over_grpc(worker, client):
     (expected,) = over_grpc(worker, PROMPT, max_tokens=24, ignore_eos=True, logprobs=3)
     got = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY).choices[0]
     assert got.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
@@ -145,7 +145,7 @@ def test_logprobs_of_completions(worker, client):
     assert offsets == got.logprobs.text_offset
 
 
-def test_chat(worker, client):
+def test_a_chat_gives_the_same_tokens_as_its_prompt_over_grpc(worker, client):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -169,7 +169,7 @@ def test_chat(worker, client):
 
 
 def test_a_chat_with_logprobs_is_limited_by_the_size_of_its_answer(client, monkeypatch):
-    """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
+    """Story: with a long context such a chat was refused unless it set max_tokens."""
     for module in ("http.translate", "requests.request"):
         monkeypatch.setattr(f"speclen.worker.{module}.MAX_ANSWER_LOGPROBS", 100)
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
@@ -181,7 +181,7 @@ def test_a_chat_with_logprobs_is_limited_by_the_size_of_its_answer(client, monke
     assert list(client.chat.completions.create(n=2, max_tokens=11, stream=True, **asked))
 
 
-def test_a_template_that_refuses_and_a_tokenizer_without_one(client):
+def test_a_refusing_or_missing_chat_template_is_a_client_error(client):
     with pytest.raises(openai.BadRequestError, match="nobody may not speak"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "nobody", "content": "Hi"}])
     with (
@@ -192,7 +192,7 @@ def test_a_template_that_refuses_and_a_tokenizer_without_one(client):
     assert (told.value.param, told.value.code) == ("messages", "no_chat_template")
 
 
-def test_statistics_of_speculation_where_asked_for(client):
+def test_speculation_statistics_are_returned_on_request(client):
     asked = GREEDY | {"extra_body": GREEDY["extra_body"] | {"include_metrics": True}}
     got = client.completions.create(prompt=PROMPT, n=2, **asked)
     found = got.metrics["speculative_decoding"]
@@ -211,7 +211,7 @@ def test_statistics_of_speculation_where_asked_for(client):
     assert not hasattr(client.completions.create(prompt=PROMPT, **GREEDY), "metrics")
 
 
-def test_tokens_and_text(worker):
+def test_text_and_tokens_convert_both_ways(worker):
     text = "def f(x): ä 😀"
     url = worker.url
     got = httpx.post(f"{url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
@@ -247,7 +247,7 @@ def test_without_the_key_every_path_is_refused(tmp_path):
         assert httpx.get(f"http://{locked.http}/health", headers=twice).status_code == 401
 
 
-def test_metrics_of_requests_over_both_edges(client):
+def test_metrics_count_requests_of_both_edges(client):
     with http_worker() as fresh:
         fresh.client().completions.create(prompt=[3, 4, 5], **GREEDY)
         over_grpc(fresh, "a", max_tokens=4, ignore_eos=True)

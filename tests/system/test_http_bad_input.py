@@ -55,7 +55,7 @@ def worker():
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ""),
     ],
 )
-def test_wrong_completions(worker, body, status, param, words):
+def test_invalid_completions_name_the_parameter(worker, body, status, param, words):
     answer = post(worker, body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
@@ -80,7 +80,7 @@ IMAGES = [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]
         ({"messages": [HI | {"content": "a" * 2000}]}, "messages"),
     ],
 )
-def test_wrong_chats(worker, body, param):
+def test_invalid_chats_name_the_parameter(worker, body, param):
     answer = post(worker, body, "/v1/chat/completions")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -117,7 +117,7 @@ def test_errors_of_union_fields_describe_the_intended_type(worker, field, value,
     ],
 )
 def test_errors_of_large_bodies_are_few(kind, body):
-    """Four MiB hold over a million: a complaint about each took gigabytes. One for each kind that a field may be of."""
+    """Story: an error for each of a million values in 4 MiB took gigabytes. Now there is one for each type of a field."""
     with pytest.raises(ValidationError) as told:
         kind.model_validate(body)
     assert told.value.error_count() <= 4
@@ -127,7 +127,7 @@ def test_unknown_fields_are_ignored(worker):
     assert post(worker, {"prompt": "a", "max_tokens": 1, "user": "me", "best_of": 1, "tools": None}).status_code == 200
 
 
-def test_wrong_paths_and_methods(worker):
+def test_unknown_paths_and_methods_are_refused(worker):
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)):
         answer = httpx.request(method, f"{worker.url}{path}")
         assert answer.status_code == status
@@ -150,7 +150,7 @@ def test_a_body_too_large_is_refused_before_it_is_read(worker):
 
 
 def test_arriving_bodies_are_bounded_in_total(worker, monkeypatch):
-    """Each was bounded, and four thousand of them could be held back by their last byte."""
+    """Story: each was bounded, but four thousand clients could hold back the last byte of theirs."""
     monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 150_000)
     headers = {"Content-Type": "application/json", "Content-Length": "100001"}
     with connected(worker) as one, connected(worker) as other:
@@ -188,7 +188,7 @@ def test_json_lines_contain_no_line_separator():
     assert json.loads(line) == content
 
 
-def test_tls_and_key_together(tmp_path):
+def test_tls_and_the_key_protect_http(tmp_path):
     made = make_certificates(tmp_path)
     cert, key, authority = made.server.cert, made.server.key, made.authority.cert
     token = tmp_path / "token"

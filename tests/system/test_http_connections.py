@@ -66,7 +66,7 @@ CHUNKED = {"Content-Type": "application/json", "Transfer-Encoding": "chunked", "
 
 
 def test_endless_trailers_end_the_connection_and_are_not_stored(worker, monkeypatch):
-    """Each was added to the request's headers, and no bound of either headers or body saw them."""
+    """Story: they were added to the request's headers, past the limits of headers and body."""
     monkeypatch.setattr(guard, "MAX_MESSAGE_BYTES", 2**20)
     num_headers = []
 
@@ -131,7 +131,7 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_large_answer_waits_for_a_slow_reader_and_ends_without_one(tmp_path, encrypted):
-    """The reader takes 256 KiB in each timeout. Over TLS it was cut off below a mebibyte."""
+    """Story: over TLS, a client that read 256 KiB in each timeout was cut off before the first mebibyte."""
     timeout_s, skipped_s = 60.0, 0.0  # the loop's time passes as the client reads
     security, trust, name = ServerSecurity(), None, None
     if encrypted:

@@ -116,7 +116,7 @@ def blocks(language, worker):
     return [block.replace("http://127.0.0.1:8000", worker.url) for block in found]
 
 
-def test_python(worker, capsys):
+def test_the_python_examples_of_the_http_reference_work(worker, capsys):
     names: dict = {}
     for block in blocks("python", worker):
         if "structured_outputs" in block and importlib.util.find_spec("llguidance") is None:
@@ -127,7 +127,7 @@ def test_python(worker, capsys):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_curl(worker):
+def test_the_curl_examples_of_the_http_reference_work(worker):
     for block in blocks("bash", worker):
         done = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
         assert '"object":"text_completion"' in done.stdout

@@ -15,7 +15,7 @@ from tests.support.engines import generate, make_engine, request
 from tests.support.waiting import PATIENCE_S
 
 
-def test_page():
+def test_the_page_has_the_names_and_figures_that_dashboards_use():
     lines = generate_latest(worker_metrics().registry).decode().splitlines()
     for line in (
         "speclen_num_requests_running 2.0",
@@ -41,7 +41,7 @@ def test_page():
 
 
 def test_sequences_without_drafts_do_not_count_as_drafts():
-    """Beside a request without speculation half of the drafts looked as if the target had rejected all of them."""
+    """Story: next to a request without speculation, half of the drafts counted as entirely rejected."""
     drafts = request("drafts", [3, 4, 5], max_tokens=20, ignore_eos=True)
     counted = []
     for others in ([], [request("off", [5, 4, 3], max_tokens=40, ignore_eos=True, fixed_length=0)]):
@@ -54,7 +54,7 @@ def test_sequences_without_drafts_do_not_count_as_drafts():
 
 
 def test_the_metrics_page_beyond_loopback_needs_a_client_certificate(tmp_path):
-    """It was refused, with advice (--tls-cert, --token-file) that did not help."""
+    """Story: it was refused with advice (--tls-cert, --token-file) that did not help."""
     made, address = make_certificates(tmp_path), free_address()
     security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)
     with pytest.raises(ValueError, match="--tls-client-ca, use"):

@@ -25,7 +25,7 @@ from speclen.worker.profiling.file import ProfileDocument
         ("fixed:12", Arm(12)),
     ],
 )
-def test_policies(policy, expected):
+def test_policies_are_parsed(policy, expected):
     assert parse_policy(policy) == expected
 
 

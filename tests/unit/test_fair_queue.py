@@ -64,7 +64,7 @@ async def test_a_full_queue_is_shared_with_a_caller_who_comes_late():
 
 
 async def test_a_full_queue_names_the_setting_and_its_value():
-    """A quarter of the slots' number waits in the engine, and was left out of the number."""
+    """Story: requests that wait in the engine, a quarter of the number of slots, were not counted."""
     pair: Any = SimpleNamespace(tokenizer=tiny_models.tokenizer(), vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=[0])
     admission = Admission(pair, 256, 4, 8)
     requests = Requests(admission.fair_queue)
@@ -192,7 +192,7 @@ async def test_the_first_tokens_do_not_wait_for_the_interval():
     "sizes", [[], [1], [5, 0, 7], [MOST_AT_ONCE] * 3, [MOST_AT_ONCE - 1, 1, 2, 3 * MOST_AT_ONCE, 1]]
 )
 def test_gathered_outputs_are_sent_in_parts(sizes):
-    """A client that reads steadily took longer than one message may for all that had gathered meanwhile."""
+    """Story: everything that had gathered for a slow but steady client was one message, too large to send in time."""
     outputs = [SequenceOutput("r", 0, tuple(range(size)), "") for size in sizes]
     parts = list(in_parts(outputs))
     assert [one for part in parts for one in part] == outputs

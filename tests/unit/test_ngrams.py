@@ -68,7 +68,7 @@ def test_an_index_grown_token_by_token_equals_one_built_at_once():
         ([7, 1, 7, 2, 7], 8, [2]),  # the newest of equals
     ],
 )
-def test_proposals(tokens, most, expected):
+def test_a_proposal_continues_the_longest_most_frequent_match(tokens, most, expected):
     assert indexed(tokens).propose(most) == expected
 
 

@@ -29,7 +29,7 @@ FILE = Path("named")
     ("address", "expected"),
     [("127.0.0.1:7070", ("127.0.0.1", 7070)), ("[::1]:0", ("::1", 0)), ("worker.example:80", ("worker.example", 80))],
 )
-def test_addresses(address, expected):
+def test_an_address_is_split_into_host_and_port(address, expected):
     assert split_address("--listen", address) == expected
 
 

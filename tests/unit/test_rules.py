@@ -140,7 +140,7 @@ def test_a_truncated_draft_leaves_the_targets_distribution_as_it_is():
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"key": 5}])
 def test_launching_a_step_never_waits_for_the_device(settings, edited, length, ngrams):
-    """The host would wait in mid-step. Operators that need one raise on the device "meta"."""
+    """Operators that wait for the device raise on the device "meta"."""
 
     def forward(parts: list[Any]) -> list[torch.Tensor]:
         return [

@@ -126,7 +126,7 @@ async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done():
 
 
 async def test_a_request_of_64_sequences_does_not_delay_others():
-    """It took 64 places, so that others waited until nearly all of them had ended."""
+    """Story: it took 64 places, and others waited until nearly all of them had ended."""
 
     async with served(rows=2) as at:
         sampling = {"max_tokens": 4, "ignore_eos": True}
@@ -181,7 +181,7 @@ def test_callers_with_tokens_are_identified_by_their_token():
 
 
 async def test_an_internal_error_is_counted_and_its_text_is_not_sent(monkeypatch):
-    """gRPC sent it as UNKNOWN, with its text."""
+    """Story: gRPC sent it as UNKNOWN, with its text."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("secret")

@@ -64,7 +64,7 @@ def test_a_file_deleted_between_commit_and_answer_is_not_acknowledged(store, mon
 
 
 def test_damage_found_while_writing_ends_the_writer(tmp_path):
-    """It was mistaken for a full disk and retried every two seconds without end, and nothing was acknowledged."""
+    """Story: it was mistaken for a full disk and retried without end, and nothing was acknowledged."""
     path = tmp_path / "s.db"
     store, connection = open_with_connection(path)
     assert store_now(store, moment([1])) is None
@@ -117,7 +117,7 @@ def test_a_wal_cut_short_is_noticed_at_start(tmp_path, store):
     assert rows(cut, "SELECT kind, num_rows FROM store_events") == [("commits_missing", num_commits - left)]
     after.close()
     again = Store.open(cut)
-    assert again.num_commits_missing == 0, "told once"
+    assert again.num_commits_missing == 0, "reported once"
     again.close()
 
 
@@ -152,7 +152,7 @@ OVER_THE_FILE, OVER_THE_WAL = (cut_in_half, emptied, copied_over, copied_into), 
     ("suffix", "harm"), [*(("", harm) for harm in OVER_THE_FILE), *(("-wal", harm) for harm in OVER_THE_WAL)]
 )
 def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm):
-    """The inode stays, so looking for it was not enough: acknowledgements went on for reports that were never to be read."""
+    """Story: the inode stays the same, so reports that nobody could read again were still acknowledged."""
     path, backup = tmp_path / "s.db", tmp_path / "backup.db"
     store, connection = open_with_connection(path)
     connection.execute("PRAGMA wal_autocheckpoint = 20")
@@ -196,7 +196,7 @@ def test_ordinary_writes_are_never_mistaken_for_a_replaced_file(tmp_path):
 
 
 def test_running_out_of_files_is_not_mistaken_for_a_lost_wal(store):
-    """A thousand workers, a connection each, used up what is allowed by default: the controller took its WAL for cut."""
+    """Story: with a thousand connections no file could be opened, and the controller took its WAL for a cut one."""
     assert store_now(store, moment([1])) is None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))

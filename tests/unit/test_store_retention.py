@@ -26,7 +26,7 @@ def test_the_number_of_reports_is_bounded_and_the_newest_are_kept(tmp_path):
 
 
 def test_reports_that_hold_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
-    """Evaluations make a row of 80 bytes one of 32 kB: five million of them were 160 GB."""
+    """Story: with evaluations a row may take 32 kB instead of 80 bytes, and five million rows took 160 GB."""
     monkeypatch.setattr(retention, "BYTES_BESIDE_REPORTS", 2_000_000)
     monkeypatch.setattr(retention, "CHUNK_ROWS", 50)
     monkeypatch.setattr(retention, "FEWEST_ROWS", 100)
@@ -86,7 +86,7 @@ def test_space_is_returned_to_the_disk_when_much_of_the_file_is_free(tmp_path, m
 
 
 def test_a_corrected_clock_does_not_expire_new_reports(tmp_path, monkeypatch):
-    """Every commit threw away all reports but the newest, until the controller was started again."""
+    """Story: every commit deleted all reports but the newest, until the controller was restarted."""
     right = time.time()
     monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
     store = Store.open(tmp_path / "s.db")

@@ -35,7 +35,7 @@ from tests.support.store_rows import context, decision, estimate, moment, report
         ("context_id", [99]),
     ],
 )
-def test_nonsensical_reports_are_left_out_and_the_others_stay(store, field, values):
+def test_invalid_reports_are_left_out_and_the_others_stored(store, field, values):
     bad = [report(seq)._replace(**{field: value}) for seq, value in enumerate(values, 2)]
     error = store_now(store, moment([1, 9], reports=[report(1), *bad, report(9)]))
     assert sorted(seq for seqs in error.seqs.values() for seq in seqs) == sorted(row.seq for row in bad)
@@ -58,7 +58,7 @@ def test_nonsensical_reports_are_left_out_and_the_others_stay(store, field, valu
         ("source", ["hearsay"]),
     ],
 )
-def test_nonsensical_estimates_are_left_out(store, field, values):
+def test_invalid_estimates_are_left_out(store, field, values):
     bad = [estimate(length, **{field: value}) for length, value in enumerate(values, 2)]
     store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(1), *bad]))
     assert rows(store.path, "SELECT speculation_length FROM arm_estimates") == [(1,)]

@@ -16,7 +16,7 @@ from tests.support.engines import generate, make_engine, make_pair, request
 
 
 def test_a_containers_quota_bounds_the_threads(monkeypatch):
-    """Beyond it all of them are stopped for most of every period."""
+    """Beyond the quota, all threads are suspended for most of every period."""
     pair, before = make_pair(), torch.get_num_threads()
     monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
     monkeypatch.setattr(threads, "usable_cores", lambda: set(range(64)))

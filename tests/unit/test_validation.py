@@ -56,7 +56,7 @@ def test_values_at_the_limits_are_allowed_and_others_name_the_field(field, refus
         ((1, -3), "prompt token -3 is unknown"),
     ],
 )
-def test_prompts_that_cannot_be_served(prompt, message):
+def test_prompts_that_cannot_be_served_are_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
         check(prompt)
     check((1,) * (CONTEXT - 1))
@@ -118,7 +118,7 @@ def test_given_fields_are_read_and_absent_ones_keep_their_defaults(fields):
         (pb.Speculation(mode=pb.Speculation.MODE_FIXED, length=3), 3),
     ],
 )
-def test_speculation_modes(speculation, length):
+def test_a_speculation_mode_gives_a_fixed_length_or_none(speculation, length):
     assert to_fixed_length(speculation) == length
     with pytest.raises(ValueError, match=r"speculation\.mode 9"):
         to_fixed_length(pb.Speculation(mode=9))

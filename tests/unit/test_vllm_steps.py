@@ -114,7 +114,7 @@ def test_prefilling_sequences_do_not_count_and_flag_the_step():
 
 
 def test_all_steps_of_a_probe_quote_it_and_all_but_its_first_are_usable():
-    """A step that verified one length and drafted another teaches no time."""
+    """A step that verified one length and drafted another is not a usable sample of time."""
     engine = Engine(lambda size: 2)
     engine.scheduler.add("a", 10)
     for _ in range(3):

@@ -206,7 +206,7 @@ def shapes(**changes: Any) -> list[StepShape]:
         ({"a_num_decoding": 1}, set()),
     ],
 )
-def test_the_rule(changes, flags):
+def test_flags_follow_from_the_neighbouring_steps(changes, flags):
     *before, step, following = shapes(**changes)
     assert overlap_flags(before, step, following) == flags
 
