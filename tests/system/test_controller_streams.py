@@ -137,7 +137,7 @@ async def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not(tmp_path)
 async def test_a_controller_that_was_suspended_does_not_time_out_its_workers(tmp_path):
     async with served(tmp_path, silence_s=1.5) as at:
         call, _ = await opened(at)
-        time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
+        time.sleep(2.2)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
         await asyncio.sleep(0.3)
         await call.write(group(1, 2))
         assert (await call.read()).applied_seq == 2

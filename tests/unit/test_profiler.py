@@ -22,7 +22,7 @@ from speclen.worker.profiling.profiler import (
 from speclen.worker.profiling.prompts import PromptSource
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
-GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=3.0, prompt_tokens=(8, 24))
+GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=1.5, prompt_tokens=(8, 24))
 
 
 @pytest.fixture
