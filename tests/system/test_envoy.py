@@ -6,14 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 import yaml
 from grpc import aio
@@ -25,13 +22,12 @@ from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
 from tests.support.foreign import start_foreign
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 ENVOY = os.environ.get("ENVOY") or shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
 KEPT = ROOT / "deploy" / "envoy" / "envoy.yaml"
 REQUEST = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(max_tokens=4))
-TOKEN = "0123456789abcdef"
 
 
 @contextlib.asynccontextmanager
@@ -127,82 +123,37 @@ async def test_envoy_does_not_retry_a_request_that_has_begun(tmp_path):
         assert (breaking.num_requests - before[0], whole.num_requests - before[1]) == (broken, 30 - broken)
 
 
-@contextlib.contextmanager
-def http_worker(status: int) -> Iterator[tuple[str, list[int]]]:
-    """Address of a server that answers with this status if TOKEN is sent; the status codes of its answers."""
-    said: list[int] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            said.append(status if self.headers["Authorization"] == f"Bearer {TOKEN}" else 401)
-            self.send_response(said[-1])
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_port}", said
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@needs_envoy
-def test_over_http_envoy_forwards_tokens_and_retries_refused_requests(tmp_path):
-    with http_worker(503) as (leaving, refused), http_worker(200) as (staying, answered):
-        with envoy(tmp_path, [], [leaving, staying]) as (_, address):
-            client = httpx.Client(
-                base_url=f"http://{address}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
-            )
-
-            def is_answered() -> bool:
-                with contextlib.suppress(httpx.HTTPError):
-                    return client.get("/v1/models").status_code == 200
-                return False
-
-            until(is_answered, what="an answer")
-            assert [client.get("/v1/models").status_code for _ in range(30)] == [200] * 30
-        assert 503 in refused
-        assert set(refused + answered) == {200, 503}
-
-
 def socket_address(address: str) -> dict[str, object]:
     host, _, port = address.rpartition(":")
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-def configured(addresses: list[str], http_addresses: list[str]) -> tuple[dict, str, str]:
-    """The kept configuration for these workers, in plain text, and where it listens for gRPC and HTTP."""
+def configured(addresses: list[str]) -> tuple[dict, str]:
+    """The shipped configuration for these workers, without TLS, and where it listens for gRPC."""
     made = yaml.safe_load(KEPT.read_text())
     made["admin"]["address"] = socket_address(free_address())
-    listens = [free_address() for _ in range(2)]
+    listens = [free_address(), free_address()]  # for gRPC and HTTP
     resources = made["static_resources"]
     for listener, listen in zip(resources["listeners"], listens, strict=True):
         listener["address"] = socket_address(listen)
         del listener["filter_chains"][0]["transport_socket"]
-    for cluster, workers in zip(resources["clusters"], (addresses, http_addresses), strict=True):
+    for cluster, workers in zip(resources["clusters"], (addresses, []), strict=True):
         endpoints = [{"endpoint": {"address": socket_address(worker)}} for worker in workers]
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
         del cluster["transport_socket"]
-    return made, *listens
+    return made, listens[0]
 
 
 @contextlib.contextmanager
-def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iterator[tuple[str, str]]:
-    """Envoy in front of workers, logging into the folder; where it listens for gRPC and HTTP."""
-    made, *listens = configured(addresses, http_addresses)
+def envoy(folder: Path, addresses: list[str]) -> Iterator[str]:
+    """Envoy in front of workers, logging into the folder; where it listens for gRPC."""
+    made, listen = configured(addresses)
     (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
     command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
         proxy = start_foreign(command, stderr=log)
     try:
-        yield listens[0], listens[1]
+        yield listen
     finally:
         proxy.terminate()
         proxy.wait(PATIENCE_S)
@@ -211,7 +162,7 @@ def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iter
 @contextlib.asynccontextmanager
 async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Channel]:
     """A channel to Envoy in front of the workers, which serves."""
-    with envoy(folder, addresses, []) as (listen, _):
+    with envoy(folder, addresses) as listen:
         async with aio.insecure_channel(listen) as channel:
             # A request waits until Envoy listens, and fails until it has checked its workers.
             for _ in range(300):

@@ -120,11 +120,3 @@ async def test_a_grammar_larger_than_its_share_of_memory_is_refused(monkeypatch)
         words = json.dumps([f"word {at} of {at * 7919 % 100_003}" for at in range(2_500)])
         with pytest.raises(ValueError, match=r"takes .* MiB, and may take 0"):
             await prepared.prepare(StructuredOutput("choice", words), "a")
-
-
-async def test_a_model_without_grammar_support_is_reported():
-    for tokenizer, ends, words in ((tiny_models.tokenizer(), [], "no end token"), (object(), [0], "fast tokenizer")):
-        prepared = Grammars(tokenizer, tiny_models.VOCAB_SIZE, ends)
-        with pytest.raises(ValueError, match=words):
-            await prepared.prepare(StructuredOutput("regex", "a"), "a")
-        prepared.close()

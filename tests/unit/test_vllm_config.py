@@ -149,23 +149,6 @@ def test_graphs_are_counted_as_vllm_captures_them():
     assert graph_shapes(config, [2]) == {(size, 2) for size in (3, 6, 9, 18, 24)}
 
 
-@pytest.mark.parametrize(
-    ("follows", "v2", "method", "graphs", "words"),
-    [
-        (True, False, "draft_model", "CUDAGraphMode.PIECEWISE", "no full graphs"),
-        (True, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
-        (False, True, "eagle", "CUDAGraphMode.FULL_AND_PIECEWISE", "one pass of the draft"),
-        (True, True, "dflash", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
-        (False, True, "draft_model", "CUDAGraphMode.FULL_AND_PIECEWISE", "only shorten verification"),
-        (False, False, "draft_model", "NONE", None),
-    ],
-)
-def test_a_limit_of_the_engine_is_reported(follows, v2, method, graphs, words):
-    changes = {"speculative_config__method": method, "compilation_config__cudagraph_mode": graphs}
-    found = next(remarks(fake_vllm.config(use_v2_model_runner=v2, **changes), {5, 2}, [0, 5, 2], follows), "")
-    assert words in found if words else found == ""
-
-
 def test_the_number_of_graphs_is_reported():
     config = fake_vllm.config(use_v2_model_runner=True, compilation_config__cudagraph_mode="CUDAGraphMode.FULL")
     *_, found = remarks(config, {0, 2}, [0, 2, 2], follows=True)
