@@ -69,9 +69,10 @@ def replay(
 
 
 def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> dict[str, int]:
-    """Compare replayed with stored decisions; decisions for isolated workers are not stored.
+    """Compare replayed with stored decisions of the estimator, without those for isolated workers, which are not stored.
 
-    exact: every decision is the same, to the last bit of its estimates.
+    Verdicts of trials are left out: they have a previous arm, but no estimates. exact: every decision is the same, to the
+    last bit of its estimates.
     """
     ids = {row.key: row.context_id for row in known}
     again = {
@@ -83,6 +84,7 @@ def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[Conte
         (row.after_group_id, row.context_id, row.batch_min, row.decision_version)
         + (str(Arm(row.speculation_length, row.ngram)), row.ms_per_token)
         for row in stored
+        if row.previous_speculation_length is None or row.ms_per_token is not None
     }
     numbers = {"num_stored": len(before), "num_replayed": len(again), "num_equal": len(again & before)}
     return numbers | {"exact": again == before}

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from speclen.cli.replay import compare
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator, Estimators, Outcome
 from speclen.controller.estimator.workers import MOST_TRACKED
+from speclen.controller.service.journal import decision_row
+from speclen.controller.service.registry import Context
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
+from speclen.store.schema import ContextRow
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
 
 
@@ -52,6 +56,17 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
             worker.serve((1, 4, 8)[number % 3], 16)
     assert replay(events).decisions == made
     assert len(made) > 2
+
+
+@pytest.mark.parametrize(("ms_per_token", "exact"), [(None, True), (3.0, False)])
+def test_a_replay_leaves_out_the_verdicts_of_trials(ms_per_token: float | None, exact: bool) -> None:
+    """A verdict has a previous arm and no estimates; the same row with estimates would be a decision that is missing."""
+    result, context = replay([ContextAdded(KEY, LIMITS)]), Context(1, KEY, LIMITS, 0.0)
+    rows = [decision_row(context, decision, after, 0.0) for after, decision in result.decisions]
+    verdict = rows[0]._replace(
+        decision_version=9, previous_speculation_length=3, previous_ngram=False, ms_per_token=ms_per_token
+    )
+    assert compare(result, [*rows, verdict], [ContextRow(1, *KEY, *LIMITS, 1, 0.0, 0.0)])["exact"] is exact
 
 
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
