@@ -94,7 +94,8 @@ def document_of(trials: Sequence[Trial]) -> dict[str, Any]:
 
 def figures_of(trials: Sequence[Trial]) -> dict[str, Any]:
     """Gain with a 95% interval, number of trials, and seconds they are expected to have cost; None while unknown."""
-    found = gain_of(trials, [1.0] * len(trials))  # trials are due by steps, so there are more where more is served
+    # Trials are due by steps, so there are more where more is served: all weigh the same.
+    found = gain_of(trials, [1.0] * len(trials)) if trials else None
     low, high = (None, None) if found is None or found.freedom < 1.0 else found.interval()
     return {
         "gain": None if found is None else found.ratio,

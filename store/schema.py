@@ -197,8 +197,6 @@ class TrialRow(NamedTuple):
     learned_sequences: float
     baseline_tokens: float
     baseline_sequences: float
-    log_tokens: float | None
-    log_tokens_stderr: float
     gain: float
     lost_s: float
     num_steps: int

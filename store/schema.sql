@@ -149,14 +149,12 @@ CREATE TABLE trials (
   baseline_speculation_length INTEGER NOT NULL CHECK (baseline_speculation_length BETWEEN 0 AND 64),
   baseline_ngram INTEGER NOT NULL CHECK (baseline_ngram IN (0, 1)),
   log_time REAL NOT NULL CHECK (abs(log_time) < 50),  -- log of (step time of the learned arm / of the baseline's)
-  learned_tokens REAL NOT NULL CHECK (learned_tokens > 0 AND learned_tokens < 1e12),  -- generated in the counted steps
-  learned_sequences REAL NOT NULL CHECK (learned_sequences > 0 AND learned_sequences < 1e12),  -- summed over these steps
+  learned_tokens REAL NOT NULL CHECK (learned_tokens > 0 AND learned_tokens < 1e12),  -- since the previous trial, or in evaluated outputs
+  learned_sequences REAL NOT NULL CHECK (learned_sequences > 0 AND learned_sequences < 1e12),  -- steps of sequences that generated them
   baseline_tokens REAL NOT NULL CHECK (baseline_tokens > 0 AND baseline_tokens < 1e12),
   baseline_sequences REAL NOT NULL CHECK (baseline_sequences > 0 AND baseline_sequences < 1e12),
-  log_tokens REAL CHECK (abs(log_tokens) < 50),  -- of tokens per step, from pooled acceptance; NULL: use these sums
-  log_tokens_stderr REAL NOT NULL CHECK (log_tokens_stderr >= 0 AND log_tokens_stderr < 50),
   gain REAL NOT NULL CHECK (gain > 0 AND gain < 1e30),  -- tokens per second of the learned arm / of the baseline's, of this trial
-  lost_s REAL NOT NULL CHECK (lost_s >= 0 AND lost_s < 1e9),  -- seconds that the trial is expected to have cost
+  lost_s REAL NOT NULL CHECK (abs(lost_s) < 1e9),  -- seconds that the trial is expected to have cost; noise can make it negative
   num_steps INTEGER NOT NULL CHECK (num_steps >= 0),  -- at these batch sizes since the previous trial
   is_baseline_used INTEGER NOT NULL CHECK (is_baseline_used IN (0, 1)),  -- 1: the learned arm was tried
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it ended

@@ -1,22 +1,22 @@
 """Trials in the reports of one worker: a block of steps on another arm, and the blocks beside it.
 
 Times are the sums of whole blocks by the wall clock, so a clock that is late by a step changes nothing. The arm before and
-after a trial is the one in use there; drift of the machine cancels, since the trial stands in the middle. Batch sizes may
-differ a little from step to step: each time is divided by a curve of the batch size alone, a power whose exponent is that
-of the worker's own steps.
+after a trial is the one in use there; drift of the machine cancels, since the trial stands in the middle, and short blocks
+cancel more of it. Batch sizes may differ a little from step to step: each time is divided by a curve of the batch size
+alone, a power whose exponent is that of the worker's own steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from speclen.records import Arm, StepFlag, StepRecord
+from speclen.records import PLAIN, Arm, StepFlag, StepRecord
 
-BLOCK_STEPS = 16  # of a trial, and of each block beside it
-LEAST_STEPS = 6  # that must count on each side
+BLOCK_STEPS = 8  # that count, of a trial and of each block beside it
+LEAST_STEPS = 5  # that must count on each side
 LONGEST_PAUSE = 64  # steps after which a trial ends with what it has: steps with prefill do not count
 # Steps of another kind than decoding, or with another arm; all others count, since a block's sum is of its wall time.
 NOT_COUNTED = frozenset(
@@ -25,54 +25,39 @@ NOT_COUNTED = frozenset(
 CURVE_MEMORY = 500.0  # steps
 
 
-@dataclass(slots=True)
-class Block:
-    """Sums over the counted steps of one arm or of the arms in use. sequences: those that show what they accepted."""
+class Plan(NamedTuple):
+    """A trial that was handed out. number: of the range of batch sizes; num_steps: at these sizes since the one before."""
 
-    num_steps: int = 0
-    seconds: float = 0.0
-    scaled_s: float = 0.0  # seconds at a batch size of 1 by the curve
-    tokens: float = 0.0
-    sequences: float = 0.0
-    batch_sizes: float = 0.0
-    arms: Counter[Arm] = field(default_factory=Counter)
-
-    def add(self, step: StepRecord, exponent: float) -> None:
-        """Count a step."""
-        self.num_steps += 1
-        self.seconds += step.wall_s
-        self.scaled_s += step.wall_s / step.batch_size**exponent
-        self.tokens += step.num_tokens
-        self.sequences += sum(step.accepted_histogram)
-        self.batch_sizes += step.batch_size
-        self.arms[step.arm] += 1
-
-    @classmethod
-    def of(cls, steps: Sequence[StepRecord], exponent: float) -> Block:
-        """The block of these steps."""
-        block = cls()
-        for step in steps:
-            block.add(step, exponent)
-        return block
+    trial_id: int
+    number: int
+    learned: Arm
+    baseline: Arm
+    uses_baseline: bool
+    num_steps: int
 
     @property
-    def mean_s(self) -> float:
-        """Mean step time at a batch size of 1 by the curve."""
-        return self.scaled_s / self.num_steps
+    def in_use(self) -> Arm:
+        """The arm beside the trial."""
+        return self.baseline if self.uses_baseline else self.learned
 
     @property
-    def arm(self) -> Arm:
-        """The most frequent arm."""
-        return self.arms.most_common(1)[0][0]
+    def tried(self) -> Arm:
+        """The trial's arm."""
+        return self.learned if self.uses_baseline else self.baseline
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A finished trial: its block, and the blocks beside it as one. log_time: of the trial's step time over theirs."""
+class Compared(NamedTuple):
+    """A finished trial. log_time: of its step time over that beside it; seconds: of its counted steps.
 
-    trial: Block
-    beside: Block
+    extra_s: what the steps after both changes of arm took longer. steps: all of the trial, for their accepted tokens.
+    """
+
+    plan: Plan
+    batch_size: float
     log_time: float
+    seconds: float
+    extra_s: float
+    steps: Sequence[StepRecord]
 
 
 class Curve:
@@ -89,13 +74,12 @@ class Curve:
         self._x, self._y = keep * self._x + x, keep * self._y + y
         self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
 
-    @property
-    def exponent(self) -> float:
-        """Between 0 and 1; 0 where batch sizes hardly differ."""
-        variance = self._xx * self._weight - self._x**2
-        if variance < 0.01 * self._weight**2:
-            return 0.0
-        return min(max((self._xy * self._weight - self._x * self._y) / variance, 0.0), 1.0)
+    def mean_s(self, steps: Sequence[StepRecord]) -> float:
+        """Mean step time at a batch size of 1. The exponent is in 0 to 1, and 0 where batch sizes hardly differ."""
+        variance, exponent = self._xx * self._weight - self._x**2, 0.0
+        if variance > 0.01 * self._weight**2:
+            exponent = min(max((self._xy * self._weight - self._x * self._y) / variance, 0.0), 1.0)
+        return sum(step.wall_s / step.batch_size**exponent for step in steps) / len(steps)
 
 
 class Blocks:
@@ -103,54 +87,70 @@ class Blocks:
 
     def __init__(self, transition: int) -> None:
         self.transition = transition
-        self.curve = Curve()
-        self.trial_id = 0  # of the trial under way, 0 for none
+        self._curve = Curve()
         self._before: deque[StepRecord] = deque(maxlen=BLOCK_STEPS)
-        self._trial: list[StepRecord] = []
-        self._after: list[StepRecord] = []
-        self._last_seq = self._last_probe = self._since = 0
-        self._counts_from = 0  # seq after the transition
+        self._start(None)
+        self._last_seq = self._last_probe = self._since = self._counts_from = 0
 
-    def begin(self, trial_id: int) -> None:
+    def is_ready(self, arm: Arm) -> bool:
+        """True if the newest steps are those of the arm in use, so that a trial may begin."""
+        return self.plan is None and sum(step.arm in (arm, PLAIN) for step in self._before) >= LEAST_STEPS
+
+    def begin(self, plan: Plan) -> None:
         """A trial was handed out."""
-        self.trial_id, self._since = trial_id, self._last_seq
-        self._trial, self._after = [], []
+        self._since = self._last_seq
+        self._start(plan)
 
-    @property
-    def is_busy(self) -> bool:
-        """True while a trial is under way."""
-        return self.trial_id != 0
+    def _start(self, plan: Plan | None) -> None:
+        self.plan = plan  # of the trial under way
+        self._trial: list[StepRecord] = []  # its steps, and those of them that count
+        self._counted: list[StepRecord] = []
+        self._after: list[StepRecord] = []
+        self._changing: list[StepRecord] = []  # after the change to the trial's arm, and back
 
     def add(self, step: StepRecord) -> Compared | None:
         """Take the next step; returns the trial that it completes. Lost reports leave gaps, which a trial survives."""
-        if (
-            not 0 < step.seq - self._last_seq <= LONGEST_PAUSE
-        ):  # another incarnation, or nothing is known of a long time
-            self.trial_id, self._trial, self._after = 0, [], []
+        if not 0 < step.seq - self._last_seq <= LONGEST_PAUSE:  # another incarnation, or a long silence
+            self._start(None)
             self._before.clear()
         if step.probe_id != self._last_probe:
             self._counts_from = step.seq + self.transition
         self._last_seq, self._last_probe = step.seq, step.probe_id
-        is_trial = self.trial_id != 0 and step.probe_id == self.trial_id
-        if is_trial:
+        counts, settled, plan = not NOT_COUNTED & step.flags, step.seq >= self._counts_from, self.plan
+        if plan is not None and step.probe_id == plan.trial_id:
             self._since = step.seq
-        if not NOT_COUNTED & step.flags and step.seq >= self._counts_from:
-            if is_trial:
-                self._trial.append(step)
-            elif not step.probe_id:
-                self.curve.add(step)
+            self._trial.append(step)
+            if counts:
+                (self._counted if settled else self._changing).append(step)
+        elif counts and not step.probe_id:
+            if settled:
+                self._curve.add(step)
                 (self._after if self._trial else self._before).append(step)
-        if not self.trial_id or (len(self._after) < BLOCK_STEPS and step.seq - self._since < LONGEST_PAUSE):
+            elif self._trial:
+                self._changing.append(step)
+        if plan is None or (len(self._after) < BLOCK_STEPS and step.seq - self._since < LONGEST_PAUSE):
             return None
-        return self._finish()
+        return self._finish(plan)
 
-    def _finish(self) -> Compared | None:
-        before, trial, after = list(self._before), self._trial, self._after
-        self.trial_id, self._trial, self._after = 0, [], []
-        self._before.extend(after)
-        if min(len(before), len(trial), len(after)) < LEAST_STEPS:
+    def _finish(self, plan: Plan) -> Compared | None:
+        sides = [[step for step in steps if step.arm in (plan.in_use, PLAIN)] for steps in (self._before, self._after)]
+        trial, counted, changing = self._trial, self._counted, self._changing
+        self._before.extend(self._after)
+        self._start(None)
+        if min(*map(len, sides), len(counted)) < LEAST_STEPS:
             return None
-        exponent = self.curve.exponent
-        sides = [Block.of(steps, exponent) for steps in (before, trial, after)]
-        beside_s = math.sqrt(sides[0].mean_s * sides[2].mean_s)
-        return Compared(sides[1], Block.of(before + after, exponent), math.log(sides[1].mean_s / beside_s))
+        beside_s = math.sqrt(self._curve.mean_s(sides[0]) * self._curve.mean_s(sides[1]))
+        means = {True: mean_s(counted), False: mean_s(sides[0] + sides[1])}
+        return Compared(
+            plan,
+            batch_size=sum(step.batch_size for step in counted) / len(counted),
+            log_time=math.log(self._curve.mean_s(counted) / beside_s),
+            seconds=sum(step.wall_s for step in counted),
+            extra_s=sum(step.wall_s - means[step.probe_id > 0] for step in changing),
+            steps=trial,
+        )
+
+
+def mean_s(steps: Sequence[StepRecord]) -> float:
+    """Mean wall time."""
+    return sum(step.wall_s for step in steps) / len(steps)

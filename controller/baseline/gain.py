@@ -1,8 +1,7 @@
 """The gain of learned arms over the baseline, from trials, with an interval.
 
 A trial is a block of steps on one arm beside the blocks of another before and after it. Its time ratio is what the wall
-clock said. Accepted tokens vary far more than times: where both arms draft without n-grams, their ratio comes from the
-survival of all draft tokens at these batch sizes, and elsewhere from the sums over the trials themselves.
+clock said. The ratio of accepted tokens is that of sums over the steps since the trial before.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import numpy as np
 
 from speclen.records import Trial
 
-CLIP = 2.0
+CLIP = 3.0
 MAX_HALF = 100.0  # of the log ratio: beyond, nothing is known
-MAX_LAG = 12  # trials between two that may be alike
+LEAST_ALIKE, MAX_ALIKE = 3, 0.8  # trials that tell no correlation of neighbours; the largest correlation
 LEAST_CLIPPED = 6  # values below which the robust deviation says little
 
 
@@ -73,42 +72,35 @@ def clipped(values: np.ndarray) -> np.ndarray:
     return np.clip(values, middle - spread, middle + spread) if len(values) >= LEAST_CLIPPED else values
 
 
-def gain_of(trials: Sequence[Trial], weights: Sequence[float]) -> Gain | None:
-    """The gain over weighted trials; None without any.
+def gain_of(trials: Sequence[Trial], weights: Sequence[float]) -> Gain:
+    """The gain over weighted trials, at least one.
 
     The standard error is that of a weighted mean of the trials' influences: each trial is one cluster, so steps that are
     alike within it count once. For tokens that is the linearised ratio of sums (Cochran 1977, chapter 6). Trials that follow
     each other closely see the same requests, so the correlation of neighbours widens it.
     """
-    if not trials:
-        return None
     weight = np.array(weights) / np.sum(weights)
     time = clipped(np.array([trial.log_time for trial in trials]))
-    pooled = np.array([trial.log_tokens is not None for trial in trials])
-    tokens, influence = np.zeros(2), np.zeros(len(trials))
-    known = np.array([trial.log_tokens or 0.0 for trial in trials])
     sums = np.array([[t.learned_tokens, t.learned_sequences, t.baseline_tokens, t.baseline_sequences] for t in trials])
-    own = weight * ~pooled
-    if own.any():
-        total = own @ sums
-        tokens[0] = math.log(total[0] / total[1]) - math.log(total[2] / total[3])
-        relative = sums * own.sum() / total
-        influence = ~pooled * (relative[:, 0] - relative[:, 1] - relative[:, 2] + relative[:, 3])
-    log_tokens = own.sum() * tokens[0] + (weight * pooled) @ known
+    total = weight @ sums
+    relative = sums / total
+    log_tokens = math.log(total[0] / total[1]) - math.log(total[2] / total[3])
     log_time = float(weight @ time)
-    influence = influence + pooled * (known - (known[pooled].mean() if pooled.any() else 0.0)) - (time - log_time)
+    influence = relative @ np.array([1.0, -1.0, -1.0, 1.0]) - (time - log_time)
     num_trials = 1.0 / float(weight @ weight)
     spread = float(weight**2 @ influence**2) * num_trials / max(num_trials - 1.0, 1e-9)
     inflation = _inflation(influence)
-    common = float((weight * pooled) @ np.array([trial.log_tokens_stderr for trial in trials]))
-    stderr = math.sqrt(inflation * spread + common**2)
-    return Gain(float(log_tokens) - log_time, stderr, num_trials, num_trials / inflation - 1.0)
+    return Gain(log_tokens - log_time, math.sqrt(inflation * spread), num_trials, num_trials / inflation - 1.0)
 
 
 def _inflation(influence: np.ndarray) -> float:
-    """Variance of a mean of neighbours that are alike over that of independent ones, at least 1 (Newey and West 1987)."""
-    total, lags = float(influence @ influence), min(len(influence) // 4, MAX_LAG)
-    if not total:
+    """Variance of the mean of trials that are alike over that of independent ones, at least 1.
+
+    The correlation of neighbours is estimated too low from few trials, by (1 + 3 rho) / n (Kendall 1954).
+    """
+    number, total = len(influence), float(influence @ influence)
+    if number <= LEAST_ALIKE or not total:
         return 1.0
-    alike = (influence[lag:] @ influence[:-lag] * (1.0 - lag / (lags + 1)) for lag in range(1, lags + 1))
-    return max(1.0, 1.0 + 2.0 * sum(map(float, alike)) / total)
+    rho = (number * float(influence[1:] @ influence[:-1]) / total + 1.0) / (number - 3.0)
+    rho = min(max(rho, 0.0), MAX_ALIKE)
+    return (1.0 + rho) / (1.0 - rho)

@@ -8,42 +8,39 @@ calls it; no I/O, no clock.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import add
 from typing import NamedTuple
 
-from speclen.controller.baseline.acceptance import Acceptance
-from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks, Compared
+from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks, Compared, Plan
 from speclen.controller.baseline.gain import Gain, gain_of, half_width
-from speclen.records import Arm, Choice, Hold, Probe, StepFlag, StepRecord, Table, Trial
+from speclen.records import PLAIN, Arm, Choice, Hold, Limits, Probe, StepFlag, StepRecord, Table, Trial
 
 NEAR = 1.5  # a trial runs at batch sizes up to so many times larger or smaller
 FIRST_TRIAL_ID = 1 << 32  # trials and probes share the field probe_id of reports
+NGRAMS = Arm(0, ngram=True)
+Runs = Counter[int]  # sequences by accepted tokens
 
 
 @dataclass(frozen=True)
 class GuardSettings:
     """Shares are of steps and of their time."""
 
-    trial_share: float = 0.02  # of the steps at a range; a trial and its transition count
-    first_share: float = 0.1  # the same until the first verdict
+    trial_share: float = 0.02  # of the steps at a range; the steps after a change of arm count
+    first_share: float = 0.1  # the same until the better side is in use for certain
     shadow_share: float = 0.05  # the same for workers in shadow
     loss_share: float = 0.003  # of the time that trials may lose
-    first_loss_share: float = 0.01  # the same until the first verdict
+    first_loss_share: float = 0.01  # the same until the better side is in use for certain
     least_trials: int = 6  # before any verdict
-    first_verdict: float = 16.0  # effective trials that make the first verdict
     memory: float = 64.0  # effective trials at most
     tolerated: float = 0.005  # log ratio below 0 at which learned arms still stay in use
-    # One-sided, of a single look. A range is looked at after every trial, so 99% over all looks needs more than 99% of each:
-    # with 0.9995, simulated equal arms fell back less than once in 200 hours.
+    # One-sided, of a single look. A range is looked at after every trial, so 99% over all looks needs more than 99% of each.
     falls_back: float = 0.9995
     returns: float = 0.95
-    changed_arm: float = (
-        0.25  # weight that earlier trials keep when the learned arm has changed while it was out of use
-    )
+    sure: float = 0.995  # that the learned arms are better, so that trials become rare
+    changed_arm: float = 0.25  # weight that earlier trials keep when the learned arm changed while it was out of use
 
 
 DEFAULT = GuardSettings()
@@ -60,13 +57,17 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class Range:
-    """Evidence and budget of one range of batch sizes. since: steps since the last trial."""
+    """Evidence and budget of one range of batch sizes. since: steps since the last trial.
+
+    runs, outputs: accepted runs by arm, and steps of every evaluated output by arm, since then.
+    """
 
     trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=512))
     weights: deque[float] = field(default_factory=lambda: deque(maxlen=512))
-    acceptance: Acceptance = field(default_factory=Acceptance)
     uses_baseline: bool = False
     since: int = 0
+    runs: dict[Arm, Runs] = field(default_factory=dict)
+    outputs: deque[dict[Arm, int]] = field(default_factory=lambda: deque(maxlen=64))
     seconds: float = 0.0
     lost_s: float = 0.0
     learned: Arm | None = None
@@ -83,6 +84,14 @@ class Range:
         self.weights.append(1.0)
         self.lost_s += trial.lost_s
         self.gain = gain_of(self.trials, self.weights)
+
+    def is_decided(self, settings: GuardSettings) -> bool:
+        """True if the side in use is the better one for certain, or the trials are as many as can count."""
+        gain = self.gain
+        if gain is None or gain.num_trials < settings.least_trials:
+            return False
+        wins = self.uses_baseline or gain.log_ratio > half_width(gain, settings.sure)
+        return wins or gain.num_trials > 0.9 * settings.memory
 
     def judge(self, settings: GuardSettings) -> str:
         """Change the side in use if the trials say so; returns the reason, or ""."""
@@ -123,7 +132,6 @@ class Guard:
         self.version = 0
         self.num_trials = 0
         self._blocks: dict[str, Blocks] = {}
-        self._seeking: dict[str, tuple[int, Arm, Arm, bool]] = {}  # by worker: range, learned arm, baseline, in use
 
     # What is used.
 
@@ -164,85 +172,79 @@ class Guard:
     ) -> Probe | None:
         """A trial for a worker's next steps; mostly None."""
         blocks = self._blocks.get(worker)
-        if not baseline or blocks is None or blocks.is_busy:
+        if not baseline or blocks is None:
             return None
         mine, its = learned.arm_for(batch_size), arm_of(baseline, batch_size)
-        if mine == its or self._in_use(batch_size, learned, baseline, shadow) not in (mine, its):
+        in_use, place = self._in_use(batch_size, learned, baseline, shadow), self._range(batch_size)
+        num_steps = BLOCK_STEPS + blocks.transition
+        if mine == its or in_use not in (mine, its) or not self._is_due(place, shadow, num_steps):
             return None
-        place = self._range(batch_size)
-        uses_baseline = shadow or place.uses_baseline
-        if not self._is_due(place, shadow):
+        if not blocks.is_ready(in_use):
             return None
-        low, high = max(1, -int(-batch_size // NEAR)), int(batch_size * NEAR)
         self.num_trials += 1
         trial_id = FIRST_TRIAL_ID + self.num_trials
-        blocks.begin(trial_id)
-        self._seeking[worker] = range_of(batch_size), mine, its, uses_baseline
-        steps = BLOCK_STEPS
-        return Probe(trial_id, low, high, mine if uses_baseline else its, steps, is_trial=True)
+        plan = Plan(trial_id, range_of(batch_size), mine, its, in_use == its, place.since)
+        blocks.begin(plan)
+        place.since = 0
+        low, high = max(1, -int(-batch_size // NEAR)), int(batch_size * NEAR)
+        return Probe(trial_id, low, high, plan.tried, num_steps, is_trial=True)
 
-    def _is_due(self, place: Range, shadow: bool) -> bool:
-        settings, gain = self.settings, place.gain
-        first = gain is None or gain.num_trials < settings.first_verdict
+    def _is_due(self, place: Range, shadow: bool, num_steps: int) -> bool:
+        settings, first = self.settings, not place.is_decided(self.settings)
         share = settings.shadow_share if shadow else settings.first_share if first else settings.trial_share
         allowed_s = (settings.first_loss_share if first else settings.loss_share) * place.seconds
-        return place.since >= BLOCK_STEPS / share and place.lost_s <= allowed_s
+        return place.since >= num_steps / share and place.lost_s <= allowed_s
 
-    def observe(self, worker: str, steps: Sequence[StepRecord], transition: int) -> list[Verdict | Trial]:
+    def observe(
+        self, worker: str, steps: Sequence[StepRecord], transition: int, limits: Limits
+    ) -> list[Verdict | Trial]:
         """Take a worker's consecutive steps; returns finished trials, each before the verdict that it brought."""
         blocks = self._blocks.get(worker)
         if blocks is None or blocks.transition != transition:
             blocks = self._blocks[worker] = Blocks(transition)
-        for (number, length), histogram in _runs(steps).items():
-            self.ranges.setdefault(number, Range()).acceptance.add(length, histogram)
-        found: list[Verdict | Trial] = []
+        arms, found = limits.arms(), list[Verdict | Trial]()
         for step in steps:
             place = self._range(step.batch_size)
             place.since += 1
             place.seconds += step.wall_s
+            if not step.probe_id:
+                count_runs(place.runs.setdefault(step.arm, Counter()), [step])
+            for output in step.evaluations:
+                known = arms if len(output.num_steps) == len(arms) else (PLAIN, NGRAMS)
+                place.outputs.append(dict(zip(known, output.num_steps, strict=True)))
             compared = blocks.add(step)
             if compared is not None:
-                found += self._judge(worker, compared)
+                found += self._judge(compared)
         return found
 
-    def _judge(self, worker: str, compared: Compared) -> list[Verdict | Trial]:
-        number, learned, baseline, uses_baseline = self._seeking.pop(worker)
-        place = self.ranges[number]
-        sides = (compared.trial, compared.beside) if uses_baseline else (compared.beside, compared.trial)
-        pooled = place.acceptance.log_ratio(learned, baseline) if sides[0].arm == learned else None
-        log_time = compared.log_time if uses_baseline else -compared.log_time
-        log_tokens, stderr = (None, 0.0) if pooled is None else pooled
+    def _judge(self, compared: Compared) -> list[Verdict | Trial]:
+        plan = compared.plan
+        place = self.ranges[plan.number]
+        used = place.runs.get(plan.in_use, Counter()) + place.runs.get(PLAIN, Counter())
+        tried = count_runs(Counter(), compared.steps)
+        place.runs = {}
+        sums = compared_tokens(plan, used, tried, place.outputs)
+        if not all(sums):
+            return []
+        place.outputs.clear()
         trial = Trial(
-            batch_size=compared.trial.batch_sizes / compared.trial.num_steps,
-            learned=learned,
-            baseline=baseline,
-            log_time=log_time,
-            learned_tokens=sides[0].tokens,
-            learned_sequences=sides[0].sequences,
-            baseline_tokens=sides[1].tokens,
-            baseline_sequences=sides[1].sequences,
-            log_tokens=log_tokens,
-            log_tokens_stderr=stderr,
-            num_steps=place.since,
-            is_baseline_used=uses_baseline,
+            compared.batch_size,
+            plan.learned,
+            plan.baseline,
+            compared.log_time if plan.uses_baseline else -compared.log_time,
+            *sums,
+            num_steps=plan.num_steps,
+            is_baseline_used=plan.uses_baseline,
         )
-        trial = trial._replace(lost_s=self._lost_s(place, trial, compared))
-        return [trial, *self.take(number, trial)]
-
-    def _lost_s(self, place: Range, trial: Trial, compared: Compared) -> float:
-        """Seconds that the trial cost by all evidence here, that of this trial included."""
         gain = gain_of([*place.trials, trial], [*place.weights, 1.0])
-        if gain is None:
-            return 0.0
-        tried = (
-            gain.log_ratio if trial.is_baseline_used else -gain.log_ratio
-        )  # of the arm that was tried over the other
-        return compared.trial.seconds * max(0.0, 1.0 - math.exp(tried))
+        better = -gain.log_ratio if plan.uses_baseline else gain.log_ratio  # the arm in use, by all evidence here
+        lost_s = compared.seconds * max(0.0, 1.0 - math.exp(-better)) + compared.extra_s
+        trial = trial._replace(lost_s=lost_s)
+        return [trial, *self.take(plan.number, trial)]
 
     def take(self, number: int, trial: Trial) -> list[Verdict]:
         """Take a trial into the evidence of a range; also one that was stored by an earlier process."""
         place = self.ranges.setdefault(number, Range())
-        place.since = 0
         place.add(trial, self.settings)
         reason = place.judge(self.settings)
         if not reason:
@@ -256,18 +258,45 @@ def arm_of(baseline: Sequence[Choice], batch_size: int) -> Arm:
     return Table(0, tuple(baseline)).arm_for(batch_size)
 
 
-def _runs(steps: Sequence[StepRecord]) -> dict[tuple[int, int], list[int]]:
-    """Accepted runs of steps that drafted without n-grams, summed by range of batch sizes and length."""
-    found: dict[tuple[int, int], list[int]] = {}
+def count_runs(runs: Runs, steps: Iterable[StepRecord]) -> Runs:
+    """Add the accepted runs of steps."""
     for step in steps:
-        length, ngram = step.arm
-        if length and not ngram and StepFlag.MIXED_LENGTHS not in step.flags:
-            place = range_of(step.batch_size), length
-            known = found.get(place)
-            found[place] = (
-                list(step.accepted_histogram) if known is None else list(map(add, known, step.accepted_histogram))
-            )
-    return found
+        if StepFlag.MIXED_LENGTHS not in step.flags:
+            for length, number in enumerate(step.accepted_histogram):
+                runs[length] += number
+    return runs
+
+
+def compared_tokens(
+    plan: Plan, used: Runs, tried: Runs, outputs: Iterable[dict[Arm, int]]
+) -> tuple[float, float, float, float]:
+    """Tokens and the steps of sequences for them, of the learned arm and of the baseline's.
+
+    Evaluated outputs tell both for the same text. Short of them, a run of a longer draft tells of a shorter one, so both
+    are counted on the same steps. used: accepted runs since the last trial; tried: in this one.
+    """
+    arms = plan.learned, plan.baseline
+    known = [output for output in outputs if all(arm in output for arm in arms)]
+    if known and plan.tried != PLAIN:  # where it is plain, the steps in use are more, and as exact
+        tokens = float(sum(output[PLAIN] for output in known))  # a plain step generates one
+        learned, baseline = (float(sum(output[arm] for output in known)) for arm in arms)
+        return tokens, learned, tokens, baseline
+    if is_shorter(plan.tried, plan.in_use):
+        sides = used, used
+    elif is_shorter(plan.in_use, plan.tried):
+        sides = tried, tried
+    else:
+        sides = (tried, used) if plan.uses_baseline else (used, tried)
+    mine, its = (
+        (sum((min(run, arm.max_tokens) + 1.0) * number for run, number in runs.items()), float(runs.total()))
+        for arm, runs in zip(arms, sides, strict=True)
+    )
+    return *mine, *its
+
+
+def is_shorter(arm: Arm, other: Arm) -> bool:
+    """True if accepted runs of the other arm tell this one's."""
+    return arm == PLAIN or (not arm.ngram and not other.ngram and arm.speculation_length <= other.speculation_length)
 
 
 def _place(table: Table, batch_size: int) -> int:

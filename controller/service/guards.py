@@ -59,7 +59,8 @@ class Guards:
     def observe(self, worker: Worker, steps: Sequence[StepRecord], learned: Table, group_id: int) -> list[Decision]:
         """Learn from consecutive steps, keep finished trials, and return the changes that these caused."""
         context, decisions = worker.context, []
-        for found in self.of(context.key).observe(worker.worker_id, steps, worker.transition_steps):
+        guard = self.of(context.key)
+        for found in guard.observe(worker.worker_id, steps, worker.transition_steps, worker.limits):
             if isinstance(found, Trial):
                 self.journal.note_trial(context, found, worker, group_id)
             else:

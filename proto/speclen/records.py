@@ -258,10 +258,9 @@ class Trial(NamedTuple):
     """A measured comparison of the learned arm with the baseline's at about one batch size.
 
     log_time: log of (step time of the learned arm / of the baseline's), by the wall clock. learned_tokens,
-    learned_sequences: generated tokens and sequences, summed over the counted steps of the learned arm. log_tokens: log of
-    the ratio of tokens per step from pooled acceptance, with its standard error; None: use the sums. lost_s: expected cost
-    of the trial in seconds. num_steps: steps at these batch sizes since the previous trial. is_baseline_used: True if the
-    baseline was in use and the learned arm was tried.
+    learned_sequences: generated tokens, and the steps of sequences that they took. lost_s: expected cost of the trial in
+    seconds; noise can make it negative. num_steps: steps at these batch sizes since the previous trial. is_baseline_used:
+    True if the baseline was in use and the learned arm was tried.
     """
 
     batch_size: float
@@ -272,8 +271,6 @@ class Trial(NamedTuple):
     learned_sequences: float
     baseline_tokens: float
     baseline_sequences: float
-    log_tokens: float | None = None
-    log_tokens_stderr: float = 0.0
     lost_s: float = 0.0
     num_steps: int = 0
     is_baseline_used: bool = False
@@ -282,7 +279,7 @@ class Trial(NamedTuple):
     def gain(self) -> float:
         """Tokens per second of the learned arm relative to the baseline, from this trial alone."""
         tokens = self.learned_tokens / self.learned_sequences * self.baseline_sequences / self.baseline_tokens
-        return (tokens if self.log_tokens is None else math.exp(self.log_tokens)) * math.exp(-self.log_time)
+        return tokens * math.exp(-self.log_time)
 
 
 class Decision(NamedTuple):

@@ -59,9 +59,7 @@ REPORT = ReportRow(
     received_at=NOW,
 )
 ESTIMATE = ArmEstimateRow(1, 3, 4, 2, False, 0.016, 1.6, 9.0, 11.0, 10, None, "online", is_best=False, updated_at=NOW)
-TRIAL = TrialRow(
-    *(1, 1, 4.0, 3, False, 1, False, 0.2, 100.0, 40.0, 60.0, 40.0, None, 0.0, 1.1, 0.5, 800, False, 0), ended_at=NOW
-)
+TRIAL = TrialRow(*(1, 1, 4.0, 3, False, 1, False, 0.2, 100.0, 40.0, 60.0, 40.0, 1.1, 0.5, 800, False, 0), ended_at=NOW)
 DECISION = DecisionRow(1, 3, 4, 1, None, None, 2, False, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from speclen.controller.baseline.acceptance import Acceptance
-from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks
+from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks, Plan
 from speclen.controller.baseline.gain import gain_of, t_quantile
-from speclen.controller.baseline.guard import DEFAULT, Guard, Range, bounds_of, range_of
-from speclen.records import Arm, Choice, Hold, Limits, StepFlag, StepRecord, Table, Trial
+from speclen.controller.baseline.guard import DEFAULT, Guard, Range, bounds_of, compared_tokens, range_of
+from speclen.records import PLAIN, Arm, Choice, Hold, Limits, OutputEvaluation, StepFlag, StepRecord, Table, Trial
 
 LEARNED, BASELINE = Arm(3), Arm(1)
 TABLE, BASE = Table(7, (Choice(1, 32, LEARNED, 4.0),)), (Choice(1, 32, BASELINE),)
+LIMITS = Limits(32, 4)
+
+
+def plan_of(learned=LEARNED, baseline=BASELINE, uses_baseline=False):
+    return Plan(9, range_of(4), learned, baseline, uses_baseline, 400)
 
 
 def step(seq, arm=LEARNED, seconds=0.02, batch=4, probe_id=0, flags=(), runs=None):
@@ -52,7 +57,7 @@ def play(guard, machine, num_steps, batches=(4,), chance=0.7, shadow=False, lost
         if machine.rng.random() >= lost:
             waiting.append(made)
         if len(waiting) >= 8:
-            found += [(number, each) for each in guard.observe("w", waiting, transition=2)]
+            found += [(number, each) for each in guard.observe("w", waiting, 2, LIMITS)]
             waiting, table = [], guard.table(TABLE, BASE, shadow)
             offered = guard.next_trial("w", batch, TABLE, BASE, shadow)
             probe, left = (offered, offered.num_steps) if offered else (probe, left)
@@ -82,16 +87,17 @@ def test_the_time_ratio_is_the_blocks_whatever_the_clock(late, drift):
 def test_the_steps_after_a_change_of_arm_do_not_count():
     blocks, seq = Blocks(transition=4), 0
     results = []
-    for arm, probe_id, num in ((LEARNED, 0, 40), (BASELINE, 9, BLOCK_STEPS), (LEARNED, 0, 40)):
+    for arm, probe_id, num in ((LEARNED, 0, 40), (BASELINE, 9, BLOCK_STEPS + 4), (LEARNED, 0, 40)):
         if probe_id:
-            blocks.begin(probe_id)
+            blocks.begin(plan_of())
         for place in range(num):
             seq += 1
             slow = 5.0 if place < 4 and seq > 4 else 1.0
             results.append(blocks.add(step(seq, arm, 0.01 * slow * (2.0 if probe_id else 1.0), probe_id=probe_id)))
     (compared,) = filter(None, results)
     assert compared.log_time == pytest.approx(math.log(2.0))
-    assert compared.trial.num_steps == BLOCK_STEPS - 4
+    assert compared.seconds == pytest.approx(BLOCK_STEPS * 0.02)
+    assert compared.extra_s == pytest.approx(4 * 4 * (0.02 + 0.01)), "what both changes of arm cost"
 
 
 def test_steps_with_prefill_and_compilation_do_not_count():
@@ -99,7 +105,7 @@ def test_steps_with_prefill_and_compilation_do_not_count():
     for seq in range(1, 120):
         trial = 40 <= seq < 72
         if seq == 40:
-            blocks.begin(9)
+            blocks.begin(plan_of())
         flags, seconds = (StepFlag.PREFILL,) if seq % 2 else (), 3.0 if seq % 2 else 0.02 if trial else 0.01
         results.append(blocks.add(step(seq, BASELINE if trial else LEARNED, seconds, probe_id=9 * trial, flags=flags)))
     (compared,) = filter(None, results)
@@ -125,64 +131,76 @@ def test_a_trial_survives_lost_reports_but_not_a_long_silence(gap):
     seqs = [seq if place < 60 else max(1, seq + gap) for place, seq in enumerate(seqs)]
     for place, seq in enumerate(seqs):
         if place == 40:
-            blocks.begin(9)
+            blocks.begin(plan_of())
         results.append(blocks.add(step(seq, LEARNED, probe_id=9 * (40 <= place < 56))))
     assert bool([each for each in results if each]) == (gap == 1)
-    assert not blocks.is_busy
+    assert blocks.plan is None
 
 
-# Acceptance
+# Accepted tokens
 
 
-def test_acceptance_of_long_drafts_tells_that_of_short_ones():
-    pool, rng = Acceptance(), np.random.default_rng(3)
-    runs = np.minimum(rng.geometric(0.3, 20_000) - 1, 5)
-    pool.add(5, np.bincount(runs, minlength=6).tolist())
-    ratio, stderr = pool.log_ratio(Arm(3), Arm(1))
-    tokens = [1 + sum(0.7**j for j in range(1, length + 1)) for length in (3, 1)]
-    assert ratio == pytest.approx(math.log(tokens[0] / tokens[1]), abs=3 * stderr)
-    assert 0.0 < stderr < 0.01
-    assert pool.log_ratio(Arm(2), Arm(2))[0] == 0.0
-    assert pool.log_ratio(Arm(6), Arm(1)) is None  # no draft was that long
-    assert pool.log_ratio(Arm(0, ngram=True), Arm(1)) is None
+RUNS = {0: 30, 1: 20, 2: 10, 3: 40}  # of 100 sequences: 2.6 tokens per step with 3 drafts, 1.7 with 1
+
+
+@pytest.mark.parametrize(
+    ("learned", "baseline", "uses_baseline", "expected"),
+    [
+        (Arm(3), Arm(1), False, (260.0, 100.0, 170.0, 100.0)),
+        (Arm(3), PLAIN, False, (260.0, 100.0, 100.0, 100.0)),
+        (Arm(3), Arm(4), False, (25.0, 10.0, 25.0, 10.0)),
+        (Arm(3), Arm(1), True, (25.0, 10.0, 20.0, 10.0)),
+        (Arm(3), Arm(0, ngram=True), False, (260.0, 100.0, 25.0, 10.0)),
+    ],
+    ids=["shorter tried", "plain tried", "longer tried", "longer tried beside the baseline", "n-grams tried"],
+)
+def test_an_accepted_run_tells_of_shorter_drafts(learned, baseline, uses_baseline, expected):
+    used, tried = Counter(RUNS), Counter({0: 0, 1: 5, 2: 5})
+    assert compared_tokens(plan_of(learned, baseline, uses_baseline), used, tried, []) == expected
+
+
+def test_evaluated_outputs_tell_tokens_for_the_same_text():
+    outputs = [{PLAIN: 40, Arm(1): 25, Arm(3): 16}, {PLAIN: 30, Arm(0, ngram=True): 20}]
+    assert compared_tokens(plan_of(), Counter(RUNS), Counter(RUNS), outputs) == (40.0, 16.0, 40.0, 25.0)
+    tried_plain = plan_of(baseline=PLAIN)
+    assert compared_tokens(tried_plain, Counter(RUNS), Counter(RUNS), outputs)[2:] == (100.0, 100.0)
+
+
+def test_the_guard_reads_evaluations_by_the_arms_of_the_worker():
+    guard, limits = Guard(), Limits(32, 1, ngram=True)
+    whole, part = (OutputEvaluation(0, 41, 40, steps, steps, steps) for steps in ((40, 25, 20, 18), (40, 20)))
+    guard.observe("w", [step(1)._replace(evaluations=(whole, part))], 2, limits)
+    whole, part = guard.ranges[range_of(4)].outputs
+    assert whole == {PLAIN: 40, Arm(1): 25, Arm(0, ngram=True): 20, Arm(1, ngram=True): 18}
+    assert part == {PLAIN: 40, Arm(0, ngram=True): 20}
 
 
 # Gain
 
 
-def made_trial(rng, log_gain, spread=0.05, pooled=True, alike=0.0):
-    log_tokens = 0.3
-    if pooled:
-        return Trial(
-            4, LEARNED, BASELINE, log_tokens - log_gain + spread * rng.standard_normal(), 1, 1, 1, 1, log_tokens
-        )
-    shared = math.exp(alike)
-    learned, baseline = (math.exp(spread * rng.standard_normal()) for _ in range(2))
-    sums = 2.0 * shared * learned * 96, 96, 2.0 * math.exp(-log_tokens) * shared * baseline * 48, 48
-    return Trial(4, LEARNED, BASELINE, log_tokens - log_gain, *sums)
+def made_trial(rng, log_gain, spread=0.05, alike=0.0):
+    """alike: log of a factor on the tokens of both sides."""
+    learned, baseline = (math.exp(alike + spread * rng.standard_normal()) for _ in range(2))
+    sums = 2.0 * learned * 96, 96, 2.0 * math.exp(-0.3) * baseline * 48, 48
+    return Trial(4, LEARNED, BASELINE, 0.3 - log_gain + spread * rng.standard_normal(), *sums)
 
 
-@pytest.mark.parametrize("pooled", [True, False], ids=["pooled tokens", "tokens of the trials"])
-def test_the_interval_covers(pooled):
-    # 400 intervals at 95%: 366 are missed with a chance of 1 in 1,000.
+@pytest.mark.parametrize(
+    ("alike", "number", "least"),
+    [(0.0, 8, 0.93), (0.0, 20, 0.93), (0.0, 60, 0.93), (0.3, 8, 0.91), (0.3, 20, 0.91), (0.3, 60, 0.91)]
+    + [(0.6, 8, 0.85), (0.6, 20, 0.90), (0.6, 60, 0.91)],  # eight trials that are as alike tell too little
+)
+def test_the_interval_covers(alike, number, least):
+    # 400 intervals, so a standard error of 0.011: neighbouring trials correlate by `alike`.
     rng, hits = np.random.default_rng(5), 0
     for _ in range(400):
-        gain = gain_of([made_trial(rng, 0.05, pooled=pooled) for _ in range(20)], [1.0] * 20)
-        low, high = gain.interval()
-        hits += low <= math.exp(0.05) <= high
-    assert hits >= 366
-
-
-def test_the_interval_widens_where_neighbouring_trials_are_alike():
-    rng, widths = np.random.default_rng(6), []
-    for keep in (0.0, 0.8):
-        drift, trials = 0.0, []
-        for _ in range(60):
-            drift = keep * drift + math.sqrt(1 - keep**2) * rng.standard_normal()
+        drift, trials = rng.standard_normal(), []
+        for _ in range(number):
             trials.append(made_trial(rng, 0.05 + 0.05 * drift, spread=0.0))
-        low, high = gain_of(trials, [1.0] * 60).interval()
-        widths.append(high - low)
-    assert widths[1] > 1.5 * widths[0]
+            drift = alike * drift + math.sqrt(1 - alike**2) * rng.standard_normal()
+        low, high = gain_of(trials, [1.0] * number).interval()
+        hits += low <= math.exp(0.05) <= high
+    assert hits >= 400 * least
 
 
 def test_a_jump_in_the_middle_of_a_trial_moves_the_gain_little():
@@ -193,7 +211,6 @@ def test_a_jump_in_the_middle_of_a_trial_moves_the_gain_little():
 
 
 def test_one_trial_has_no_interval():
-    assert gain_of([], []) is None
     assert gain_of([made_trial(np.random.default_rng(1), 0.1)], [1.0]).interval() == (0.0, math.inf)
 
 
@@ -242,13 +259,12 @@ def test_a_dear_baseline_is_tried_rarely():
     assert lost_s <= 0.012 * 30_000 * 0.016 + 2.6  # one more than the budget allows
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_equal_arms_do_not_fall_back(pooled):
+def test_equal_arms_do_not_fall_back():
     # 27,000 trials are 200 hours at 30 steps a second and 2% of the steps.
     rng, place, falls = np.random.default_rng(8), Range(), 0
     for _ in range(3000):
         noise = 0.02 if rng.random() < 0.7 else 0.2
-        place.add(made_trial(rng, 0.0, noise, pooled), DEFAULT)
+        place.add(made_trial(rng, 0.0, noise), DEFAULT)
         falls += bool(place.judge(DEFAULT))
     assert falls == 0
 
@@ -281,7 +297,7 @@ def test_nothing_is_compared_without_a_baseline_or_with_equal_arms():
 def test_a_worker_that_leaves_in_a_trial_does_not_hold_up_others():
     machine, guard = Machine({LEARNED: 0.02, BASELINE: 0.02}), Guard()
     for _ in range(50):
-        guard.observe("gone", [machine.step(LEARNED) for _ in range(8)], 2)
+        guard.observe("gone", [machine.step(LEARNED) for _ in range(8)], 2, LIMITS)
         if guard.next_trial("gone", 4, TABLE, BASE):
             break
     other = Machine({LEARNED: 0.02, BASELINE: 0.02})
