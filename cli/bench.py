@@ -15,6 +15,11 @@ VERBS: Verbs = {
     ),
     "step": ("speclen.bench.step", "step", "Time and accepted tokens of single steps."),
     "policy": ("speclen.bench.simulation.policy", "policy", "The estimator and its variants in simulated worlds."),
+    "gain": (
+        "speclen.bench.simulation.gain",
+        "gain",
+        "What the comparison with a baseline saves and costs, simulated.",
+    ),
     "controller": (
         "speclen.bench.fleet",
         "controller",

@@ -8,8 +8,9 @@ from math import log
 
 import numpy as np
 
+from speclen.controller.baseline.guard import Guard, Verdict
 from speclen.controller.estimator import Estimator, EstimatorSettings
-from speclen.records import Arm, Limits, Probe, Profile, StepRecord
+from speclen.records import Arm, Choice, Limits, Probe, Profile, StepRecord, Table, Trial
 
 
 class EstimatorLearner:
@@ -153,4 +154,48 @@ class PlugIn:
         return Probe(self.num_probes, low, high, self.arms[least], self.probe_steps)
 
 
-Learner = EstimatorLearner | Fixed | PlugIn  # their answers change only in `observe`
+class Guarded:
+    """A learner with the controller's guard around it, which calls both as the service does."""
+
+    def __init__(self, learner: Learner, baseline: Arm, limits: Limits, transition: int) -> None:
+        self.learner, self.limits, self.transition = learner, limits, transition
+        self.baseline = (Choice(1, limits.max_batch_size, baseline),)
+        self.guard, self.num_steps = Guard(), 0
+        self.trials: list[tuple[int, Trial]] = []  # with the number of the step
+        self.verdicts: list[tuple[int, Verdict]] = []
+        self._arms: dict[str, list[Arm]] = {}
+
+    @property
+    def num_drift_events(self) -> int:
+        """Changes that the learner detected."""
+        return self.learner.num_drift_events
+
+    def _learned(self, worker: str) -> Table:
+        sizes = range(1, self.limits.max_batch_size + 1)
+        return Table(0, tuple(Choice(size, size, self.learner.arm_for(size, worker)) for size in sizes))
+
+    def observe(self, records: Sequence[StepRecord], worker: str) -> None:
+        """Learn from a group of consecutive steps of one worker."""
+        self.num_steps += len(records)
+        self.learner.observe(records, worker)
+        for found in self.guard.observe(worker, records, self.transition, self.limits):
+            if isinstance(found, Trial):
+                self.trials.append((self.num_steps, found))
+            else:
+                self.verdicts.append((self.num_steps, found))
+        self._arms.clear()
+
+    def arm_for(self, batch_size: int, worker: str) -> Arm:
+        """The arm in use for a worker."""
+        if worker not in self._arms:
+            table = self.guard.table(self._learned(worker), self.baseline)
+            self._arms[worker] = [table.arm_for(size) for size in range(self.limits.max_batch_size + 1)]
+        return self._arms[worker][batch_size]
+
+    def probe_for(self, batch_size: int, worker: str) -> Probe | None:
+        """A trial, or an exploratory arm of the learner."""
+        trial = self.guard.next_trial(worker, batch_size, self._learned(worker), self.baseline)
+        return trial or self.learner.probe_for(batch_size, worker)
+
+
+Learner = EstimatorLearner | Fixed | PlugIn | Guarded  # their answers change only in `observe`

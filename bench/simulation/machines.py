@@ -81,6 +81,23 @@ class VllmMachine(NamedTuple):
         return 0.0
 
 
+class Levelled(NamedTuple):
+    """A machine whose steps take other times by number of draft passes. factors: for 0, 1, 2, ... passes."""
+
+    machine: AnyMachine
+    factors: tuple[float, ...]
+    pass_s: float = 0.0
+    context_s: float = 0.0
+
+    def step_s(self, batch: float, drafting: float, passes: float, verified: float, context: float) -> float:
+        """Mean seconds of a step."""
+        return self.factors[round(passes)] * self.machine.step_s(batch, drafting, passes, verified, context)
+
+    def first_pass_s(self, drafting: float) -> float:
+        """As of the machine itself."""
+        return self.machine.first_pass_s(drafting)
+
+
 def _recorded() -> list[list[float]]:
     """Seconds by batch size and length, interpolated, [33][9]."""
     batches, lengths, length_3_s = (1, 4, 16, 32), (0, 1, 2, 3, 5, 8), (0.0160, 0.0158, 0.0166, 0.0171)
@@ -97,4 +114,4 @@ def _recorded() -> list[list[float]]:
 
 
 VLLM_S = _recorded()
-AnyMachine = Machine | VllmMachine
+AnyMachine = Machine | VllmMachine | Levelled

@@ -6,6 +6,7 @@ sees, not what it is given for it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 
@@ -15,13 +16,15 @@ from speclen.bench.simulation.learners import Learner
 from speclen.bench.simulation.level import GRID_S, NUM_DRAWN
 from speclen.bench.simulation.overlap import SHORT_S, Queue
 from speclen.bench.simulation.texts import DRAFTS, OFFERED
-from speclen.bench.simulation.world import NUM_REQUESTS, Scene, Site
+from speclen.bench.simulation.world import LONG_LENGTH, NUM_REQUESTS, STALL_S, Scene, Site
 from speclen.records import NUM_CLASSES, Arm, Probe, StepFlag, StepRecord
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
 PROBE_VALID_S = 2.0
 FAULTY_RATE = 16  # reports of a faulty worker for each of its steps
 PREFILL_S = 0.004
+MAX_PREFILLS = 32  # steps with prefill that do not count in a trial
+WARM_STEPS = 3000  # before those that `late_percent` scores
 
 
 class Score:
@@ -29,12 +32,19 @@ class Score:
 
     def __init__(self) -> None:
         self.spent_s, self.work_s = [0.0] * 3, [0.0] * 3
-        self.num_steps = self.num_probe_steps = 0
+        self.num_steps = self.num_probe_steps = self.num_trial_steps = 0
+        self.late_spent_s = self.late_work_s = 0.0  # of the steps after the first WARM_STEPS
+        self.lost_s = self.late_lost_s = 0.0  # by trials, relative to the arms in use
 
     @property
     def percent(self) -> float:
         """Goodput in percent of the oracle's."""
         return 100.0 * sum(self.work_s) / sum(self.spent_s)
+
+    @property
+    def late_percent(self) -> float:
+        """Goodput in percent of the oracle's after the first WARM_STEPS steps; NaN if there are no later ones."""
+        return 100.0 * self.late_work_s / self.late_spent_s if self.late_spent_s else math.nan
 
     @property
     def thirds(self) -> tuple[float, ...]:
@@ -66,12 +76,16 @@ class Worker:
         self._sent: deque[tuple[float, list[StepRecord]]] = deque()
         self._due_s = GROUP_S
         self._probe: Probe | None = None
-        self._steps_left, self._valid_until_s = 0, 0.0
+        self._steps_left, self._prefills_left, self._valid_until_s, self._carried_s = 0, 0, 0.0, 0.0
         self._last, self._alike, self._used = Arm(0), len(site.world.transition), set[tuple[int, Arm]]()
         self._queue = Queue() if site.world.overlapped else None
         self._at = self._end = self._text = np.zeros(0, dtype=np.int64)
         self._place = (-1, -1)
         self._begin()
+
+    @property
+    def _is_trial(self) -> bool:
+        return self._probe is not None and self._probe.is_trial
 
     # Requests
 
@@ -162,12 +176,24 @@ class Worker:
             flags.append(StepFlag.PREFILL)
         if StepFlag.FIRST_USE in flags:
             happened_s += world.first_use_s
+        if site.stalls[drawn]:
+            happened_s += STALL_S
         self._last = arm
         third = min(int(3 * self.now_s / site.seconds), 2)
         self.score.spent_s[third] += spent_s
         self.score.work_s[third] += level * seconds[place] * ratio[place]
         self.score.num_steps += 1
         self.score.num_probe_steps += probe_id > 0
+        lost_s = 0.0
+        if probe_id and self._is_trial:
+            used = ratio[self._outputs.arms.index(self.learner.arm_for(batch, site.name))]
+            self.score.num_trial_steps += 1
+            lost_s = spent_s - level * seconds[place] * ratio[place] / used
+        self.score.lost_s += lost_s
+        if self.score.num_steps > WARM_STEPS:
+            self.score.late_spent_s += spent_s
+            self.score.late_work_s += level * seconds[place] * ratio[place]
+            self.score.late_lost_s += lost_s
         histogram, by_class = self._histograms(accepted, arm.max_tokens)
         record = StepRecord(
             *(self.seq, batch, arm, happened_s, histogram, context, 1, frozenset(flags), probe_id, by_class),
@@ -175,6 +201,7 @@ class Worker:
             num_verified_tokens=num_verified,
             num_new_sequences=self._num_new,
         )
+        record = self._clocked(record)
         self.now_s += happened_s
         outputs = self._outputs
         ended = self._advance(1 + accepted, batch + (total & 0xFFFF))
@@ -221,6 +248,16 @@ class Worker:
 
     # Reports
 
+    def _clocked(self, record: StepRecord) -> StepRecord:
+        """The record with the times that the worker's clock says."""
+        clock, true_s = self.site.world.clock, record.latency_s
+        if clock.late:
+            said_s, self._carried_s = self._carried_s + (1.0 - clock.late) * true_s, clock.late * true_s
+            return record._replace(latency_s=max(said_s, 1e-6))
+        if clock.long_factor != 1.0 and record.arm.speculation_length >= LONG_LENGTH:
+            return record._replace(latency_s=clock.long_factor * true_s, elapsed_s=true_s)
+        return record
+
     def _overlap(self, queue: Queue, record: StepRecord, with_prompts: bool, changed: bool) -> None:
         """Report what is known by now. changed: True if a stretch of the load ended with the step."""
         drawn = record.seq % NUM_DRAWN
@@ -249,6 +286,7 @@ class Worker:
             if self._probe is None:
                 self._probe = self.learner.probe_for(records[-1].batch_size, self.site.name)
                 self._steps_left = self._probe.num_steps if self._probe else 0
+                self._prefills_left = MAX_PREFILLS * self._is_trial
                 self._valid_until_s = self.now_s + PROBE_VALID_S
 
     def _select(self, with_prompts: bool) -> tuple[Arm, int]:
@@ -259,7 +297,9 @@ class Worker:
             if (begun and not (fits and self._steps_left)) or (not begun and self.now_s > self._valid_until_s):
                 self._probe = None
             elif fits and (begun or not with_prompts):
-                self._steps_left -= 1
+                is_free = with_prompts and self._prefills_left > 0
+                self._prefills_left -= is_free
+                self._steps_left -= not is_free
                 return probe.arm, probe.probe_id
         return self.learner.arm_for(size, self.site.name), 0
 

@@ -7,10 +7,10 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +24,8 @@ from speclen.bench.simulation.worlds import WORLDS
 from speclen.cli.support.output import UserError
 from speclen.controller.estimator import EstimatorSettings
 
+Job = TypeVar("Job")
+Played = TypeVar("Played")
 DEFAULT = "default"
 RULES = ("plug-in", "table", "constant")
 # Settings that switch a mechanism of the estimator off.
@@ -88,11 +90,8 @@ def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None
     return runs
 
 
-def run_all(
-    jobs: Sequence[tuple[str, int]], variants: Sequence[Variant], seconds: float | None, num_processes: int
-) -> Iterator[list[Run]]:
-    """Runs of all jobs, in their order."""
-    play_one = partial(run, variants=variants, seconds=seconds)
+def in_processes(jobs: Sequence[Job], play_one: Callable[[Job], Played], num_processes: int) -> Iterator[Played]:
+    """What a function returns for all jobs, in their order."""
     if num_processes == 1:
         yield from map(play_one, jobs)
         return
@@ -142,7 +141,8 @@ def policy(
     ]
     before = read_runs(against) if against else []
     todo = [(name, seed) for seed in range(first_seed, first_seed + runs) for name in dict.fromkeys(world or WORLDS)]
-    found = run_all(todo, variants, seconds or None, jobs or os.cpu_count() or 1)
+    play_one = partial(run, variants=variants, seconds=seconds or None)
+    found = in_processes(todo, play_one, jobs or os.cpu_count() or 1)
     done: list[Run] = []
     with contextlib.suppress(KeyboardInterrupt):  # what was played by then is reported
         for group in track(found, total=len(todo), console=Console(stderr=True)):

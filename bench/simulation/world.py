@@ -19,6 +19,8 @@ from speclen.bench.simulation.texts import Outputs, Texts
 from speclen.records import Arm, Limits, Profile, ProfileCell
 
 NUM_REQUESTS = 4096  # for which outputs are drawn; they repeat after them
+LONG_LENGTH = 4
+STALL_S = 0.3
 PROFILED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -28,6 +30,18 @@ class Stage(NamedTuple):
     start: float
     machine: AnyMachine | None = None
     texts: Texts | None = None
+
+
+class Clock(NamedTuple):
+    """Errors in the times that a worker reports.
+
+    late: share of a step's time that is reported with the next step. long_factor: on latency_s of steps with at least
+    LONG_LENGTH draft tokens; their elapsed_s is true. stalled: share of steps in which the host stops for STALL_S.
+    """
+
+    late: float = 0.0
+    long_factor: float = 1.0
+    stalled: float = 0.0
 
 
 class World(NamedTuple):
@@ -56,6 +70,7 @@ class World(NamedTuple):
     first_use_s: float = 0.0
     lost: float = 0.0
     late_s: float = 0.0
+    clock: Clock = Clock()
     overlapped: bool = False
     last_is_faulty: bool = False
 
@@ -159,3 +174,4 @@ class Site:
             chances[:3] < [[world.flagged], [world.lost], [SHORT_SHARE]]
         ).tolist()
         self.chances = chances[3].tolist()
+        self.stalls = (rng.random(NUM_DRAWN) < world.clock.stalled).tolist()

@@ -158,7 +158,7 @@ def test_values_that_a_message_cannot_hold_are_refused_by_flag(arguments):
 
 
 SUBVERBS = """profile run, profile show, profile export, profile import,
-    bench serve, bench step, bench policy, bench controller, bench fleet"""
+    bench serve, bench step, bench policy, bench gain, bench controller, bench fleet"""
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *re.split(r",\s+", SUBVERBS)])
