@@ -47,14 +47,15 @@ class Plan(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A finished trial. log_time: of its step time over that beside it; seconds: of its counted steps.
+    """A finished trial. log_time: of its step time over that beside it; None if too few steps count.
 
-    extra_s: what the steps after both changes of arm took longer. steps: all of the trial, for their accepted tokens.
+    seconds: of the counted steps. extra_s: what the others took longer: those after both changes of arm, or all of a trial
+    with too few. steps: all of the trial, for their accepted tokens.
     """
 
     plan: Plan
     batch_size: float
-    log_time: float
+    log_time: float | None
     seconds: float
     extra_s: float
     steps: Sequence[StepRecord]
@@ -132,13 +133,15 @@ class Blocks:
             return None
         return self._finish(plan)
 
-    def _finish(self, plan: Plan) -> Compared | None:
+    def _finish(self, plan: Plan) -> Compared:
         sides = [[step for step in steps if step.arm in (plan.in_use, PLAIN)] for steps in (self._before, self._after)]
         trial, counted, changing = self._trial, self._counted, self._changing
         self._before.extend(self._after)
         self._start(None)
         if min(*map(len, sides), len(counted)) < LEAST_STEPS:
-            return None
+            usual_s = mean_s(sides[0]) if sides[0] else 0.0
+            lost_s = sum(step.wall_s - usual_s for step in trial)
+            return Compared(plan, 0.0, None, 0.0, max(lost_s, 0.0), trial)
         beside_s = math.sqrt(self._curve.mean_s(sides[0]) * self._curve.mean_s(sides[1]))
         means = {True: mean_s(counted), False: mean_s(sides[0] + sides[1])}
         return Compared(

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
 from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks, Compared, Plan
 from speclen.controller.baseline.gain import Gain, gain_of, half_width
-from speclen.records import PLAIN, Arm, Choice, Hold, Limits, Probe, StepFlag, StepRecord, Table, Trial
+from speclen.controller.baseline.tokens import Runs, Spread, compared_tokens, count_runs, tells
+from speclen.records import PLAIN, Arm, Choice, Hold, Limits, Probe, StepRecord, Table, Trial
 
 NEAR = 1.5  # a trial runs at batch sizes up to so many times larger or smaller
 FIRST_TRIAL_ID = 1 << 32  # trials and probes share the field probe_id of reports
 NGRAMS = Arm(0, ngram=True)
-Runs = Counter[int]  # sequences by accepted tokens
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Guard:
         self.version = 0
         self.num_trials = 0
         self._blocks: dict[str, Blocks] = {}
+        self._spreads: dict[Arm, Spread] = {}
 
     # What is used.
 
@@ -181,9 +182,11 @@ class Guard:
             return None
         if not blocks.is_ready(in_use):
             return None
-        self.num_trials += 1
-        trial_id = FIRST_TRIAL_ID + self.num_trials
+        trial_id = FIRST_TRIAL_ID + self.num_trials + 1
         plan = Plan(trial_id, range_of(batch_size), mine, its, in_use == its, place.since)
+        if not tells(plan, place.outputs):
+            return None
+        self.num_trials += 1
         blocks.begin(plan)
         place.since = 0
         low, high = max(1, -int(-batch_size // NEAR)), int(batch_size * NEAR)
@@ -223,8 +226,13 @@ class Guard:
         used = place.runs.get(plan.in_use, Counter()) + place.runs.get(PLAIN, Counter())
         tried = count_runs(Counter(), compared.steps)
         place.runs = {}
-        sums = compared_tokens(plan, used, tried, place.outputs)
-        if not all(sums):
+        if compared.log_time is None:
+            place.lost_s += compared.extra_s
+            return []
+        spread = self._spreads.setdefault(plan.tried, Spread())
+        spread.add(compared.steps)
+        sums = compared_tokens(plan, used, tried, place.outputs, spread)
+        if sums is None:
             return []
         place.outputs.clear()
         trial = Trial(
@@ -256,47 +264,6 @@ class Guard:
 def arm_of(baseline: Sequence[Choice], batch_size: int) -> Arm:
     """The baseline's arm at a batch size; beyond its ranges that of the last."""
     return Table(0, tuple(baseline)).arm_for(batch_size)
-
-
-def count_runs(runs: Runs, steps: Iterable[StepRecord]) -> Runs:
-    """Add the accepted runs of steps."""
-    for step in steps:
-        if StepFlag.MIXED_LENGTHS not in step.flags:
-            for length, number in enumerate(step.accepted_histogram):
-                runs[length] += number
-    return runs
-
-
-def compared_tokens(
-    plan: Plan, used: Runs, tried: Runs, outputs: Iterable[dict[Arm, int]]
-) -> tuple[float, float, float, float]:
-    """Tokens and the steps of sequences for them, of the learned arm and of the baseline's.
-
-    Evaluated outputs tell both for the same text. Short of them, a run of a longer draft tells of a shorter one, so both
-    are counted on the same steps. used: accepted runs since the last trial; tried: in this one.
-    """
-    arms = plan.learned, plan.baseline
-    known = [output for output in outputs if all(arm in output for arm in arms)]
-    if known and plan.tried != PLAIN:  # where it is plain, the steps in use are more, and as exact
-        tokens = float(sum(output[PLAIN] for output in known))  # a plain step generates one
-        learned, baseline = (float(sum(output[arm] for output in known)) for arm in arms)
-        return tokens, learned, tokens, baseline
-    if is_shorter(plan.tried, plan.in_use):
-        sides = used, used
-    elif is_shorter(plan.in_use, plan.tried):
-        sides = tried, tried
-    else:
-        sides = (tried, used) if plan.uses_baseline else (used, tried)
-    mine, its = (
-        (sum((min(run, arm.max_tokens) + 1.0) * number for run, number in runs.items()), float(runs.total()))
-        for arm, runs in zip(arms, sides, strict=True)
-    )
-    return *mine, *its
-
-
-def is_shorter(arm: Arm, other: Arm) -> bool:
-    """True if accepted runs of the other arm tell this one's."""
-    return arm == PLAIN or (not arm.ngram and not other.ngram and arm.speculation_length <= other.speculation_length)
 
 
 def _place(table: Table, batch_size: int) -> int:

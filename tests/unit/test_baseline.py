@@ -10,7 +10,8 @@ import pytest
 
 from speclen.controller.baseline.blocks import BLOCK_STEPS, Blocks, Plan
 from speclen.controller.baseline.gain import gain_of, t_quantile
-from speclen.controller.baseline.guard import DEFAULT, Guard, Range, bounds_of, compared_tokens, range_of
+from speclen.controller.baseline.guard import DEFAULT, Guard, Range, bounds_of, range_of
+from speclen.controller.baseline.tokens import Spread, compared_tokens, num_steps
 from speclen.records import PLAIN, Arm, Choice, Hold, Limits, OutputEvaluation, StepFlag, StepRecord, Table, Trial
 
 LEARNED, BASELINE = Arm(3), Arm(1)
@@ -133,37 +134,82 @@ def test_a_trial_survives_lost_reports_but_not_a_long_silence(gap):
         if place == 40:
             blocks.begin(plan_of())
         results.append(blocks.add(step(seq, LEARNED, probe_id=9 * (40 <= place < 56))))
-    assert bool([each for each in results if each]) == (gap == 1)
+    assert bool([each for each in results if each and each.log_time is not None]) == (gap == 1)
     assert blocks.plan is None
 
 
 # Accepted tokens
 
 
-RUNS = {0: 30, 1: 20, 2: 10, 3: 40}  # of 100 sequences: 2.6 tokens per step with 3 drafts, 1.7 with 1
+RUNS = Counter({0: 30, 1: 20, 2: 10, 3: 40})  # 260 tokens of 100 sequences; 120 more steps if alone
+NGRAMS = Arm(0, ngram=True)
+OUTPUTS = [{PLAIN: 40, Arm(1): 25, Arm(3): 16, NGRAMS: 30}, {PLAIN: 30, NGRAMS: 20}]
 
 
 @pytest.mark.parametrize(
-    ("learned", "baseline", "uses_baseline", "expected"),
+    ("learned", "baseline", "uses_baseline", "outputs", "expected"),
     [
-        (Arm(3), Arm(1), False, (260.0, 100.0, 170.0, 100.0)),
-        (Arm(3), PLAIN, False, (260.0, 100.0, 100.0, 100.0)),
-        (Arm(3), Arm(4), False, (25.0, 10.0, 25.0, 10.0)),
-        (Arm(3), Arm(1), True, (25.0, 10.0, 20.0, 10.0)),
-        (Arm(3), Arm(0, ngram=True), False, (260.0, 100.0, 25.0, 10.0)),
+        (Arm(3), Arm(1), False, [], (260.0, 100.0, 260.0, 150.0)),
+        (Arm(3), PLAIN, False, OUTPUTS, (260.0, 100.0, 260.0, 260.0)),
+        (Arm(1), Arm(3), True, [], (260.0, 150.0, 260.0, 100.0)),
+        (Arm(3), NGRAMS, False, OUTPUTS, (40.0, 16.0, 40.0, 30.0)),
+        (PLAIN, NGRAMS, False, OUTPUTS, (70.0, 70.0, 70.0, 50.0)),
+        (Arm(3), NGRAMS, False, [], None),
     ],
-    ids=["shorter tried", "plain tried", "longer tried", "longer tried beside the baseline", "n-grams tried"],
+    ids=["shorter tried", "plain tried", "baseline is longer and used", "n-grams", "n-grams beside plain", "unknown"],
 )
-def test_an_accepted_run_tells_of_shorter_drafts(learned, baseline, uses_baseline, expected):
-    used, tried = Counter(RUNS), Counter({0: 0, 1: 5, 2: 5})
-    assert compared_tokens(plan_of(learned, baseline, uses_baseline), used, tried, []) == expected
+def test_both_arms_are_compared_on_the_same_text(learned, baseline, uses_baseline, outputs, expected):
+    plan = plan_of(learned, baseline, uses_baseline)
+    assert compared_tokens(plan, RUNS, Counter({0: 1}), outputs, Spread()) == expected
 
 
-def test_evaluated_outputs_tell_tokens_for_the_same_text():
-    outputs = [{PLAIN: 40, Arm(1): 25, Arm(3): 16}, {PLAIN: 30, Arm(0, ngram=True): 20}]
-    assert compared_tokens(plan_of(), Counter(RUNS), Counter(RUNS), outputs) == (40.0, 16.0, 40.0, 25.0)
-    tried_plain = plan_of(baseline=PLAIN)
-    assert compared_tokens(tried_plain, Counter(RUNS), Counter(RUNS), outputs)[2:] == (100.0, 100.0)
+def drawn_outputs(rng, spread, number=400):
+    """Whether each token of each output is drafted rightly: chances differ among outputs."""
+    return [rng.random(80) < min(max(0.7 + spread * rng.standard_normal(), 0.05), 0.95) for _ in range(number)]
+
+
+def runs_through(right, length, at=0):
+    """Accepted runs of drafts of a length through an output, from a token on."""
+    while at < len(right):
+        wrong = np.flatnonzero(~right[at : at + length])
+        yield int(wrong[0]) if len(wrong) else min(length, len(right) - at - 1)
+        at += 1 + (int(wrong[0]) if len(wrong) else length)
+
+
+@pytest.mark.parametrize(("longest", "length"), [(8, 3), (8, 5), (5, 2), (3, 2), (3, 1), (4, 0)])
+@pytest.mark.parametrize("spread", [0.0, 0.15])
+def test_long_drafts_tell_the_steps_of_shorter_ones(longest, length, spread):
+    outputs = drawn_outputs(np.random.default_rng(11), spread)
+    runs = Counter(run for right in outputs for run in runs_through(right, longest))
+    true = sum(len(list(runs_through(right, length))) for right in outputs)
+    assert num_steps(runs, longest, length) == pytest.approx(true, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("in_use", "tried", "within"), [(0, 1, 0.02), (0, 3, 0.03), (1, 3, 0.03), (3, 5, 0.03), (3, 8, 0.05)]
+)
+@pytest.mark.parametrize("spread", [0.0, 0.15])
+def test_trials_of_longer_drafts_do_not_overestimate_them(in_use, tried, within, spread):
+    rng, found, alike = np.random.default_rng(12), [], Spread()
+    outputs = drawn_outputs(rng, spread)
+    starts = [(right, at) for right in outputs for at in np.cumsum([0, *(r + 1 for r in runs_through(right, in_use))])]
+    plan = plan_of(Arm(in_use), Arm(tried))
+    for _ in range(400):
+        rows = []
+        while len(rows) < 4:
+            right, at = starts[rng.integers(len(starts))]
+            runs = list(runs_through(right, tried, at))[:8]
+            rows += [runs] if len(runs) == 8 else []
+        steps = [
+            step(1, Arm(tried), runs=tuple(np.bincount(each, minlength=tried + 1).tolist()))
+            for each in zip(*rows, strict=True)
+        ]
+        alike.add(steps)
+        total = Counter(run for runs in rows for run in runs)
+        found.append(compared_tokens(plan, Counter(), total, [], alike))
+    _, mine, _, its = np.sum(found, axis=0)
+    true = [sum(len(list(runs_through(right, length))) for right in outputs) for length in (in_use, tried)]
+    assert math.log(mine / its) == pytest.approx(math.log(true[0] / true[1]), abs=within)
 
 
 def test_the_guard_reads_evaluations_by_the_arms_of_the_worker():
