@@ -15,7 +15,7 @@ import numpy as np
 
 from speclen.records import Trial
 
-CLIP = 3.0
+CLIP = 2.0
 MAX_HALF = 100.0  # of the log ratio: beyond, nothing is known
 LEAST_ALIKE, MAX_ALIKE = 3, 0.8  # trials that tell no correlation of neighbours; the largest correlation
 LEAST_CLIPPED = 6  # values below which the robust deviation says little
@@ -62,14 +62,16 @@ def t_quantile(quantile: float, freedom: float) -> float:
     return sum(term / freedom**power for power, term in enumerate(terms))
 
 
-def clipped(values: np.ndarray) -> np.ndarray:
-    """Values within CLIP robust standard deviations of their median.
+def clipped(values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Values within CLIP robust standard deviations of their median, and the share that was (Huber 1964).
 
     Where the machine's speed jumps in the middle of a trial the value is far off, to either side alike.
     """
     middle = np.median(values)
     spread = CLIP * 1.4826 * np.median(np.abs(values - middle))
-    return np.clip(values, middle - spread, middle + spread) if len(values) >= LEAST_CLIPPED else values
+    if len(values) < LEAST_CLIPPED or not spread:
+        return values, 1.0
+    return np.clip(values, middle - spread, middle + spread), float(np.mean(np.abs(values - middle) < spread))
 
 
 def gain_of(trials: Sequence[Trial], weights: Sequence[float]) -> Gain:
@@ -80,13 +82,13 @@ def gain_of(trials: Sequence[Trial], weights: Sequence[float]) -> Gain:
     each other closely see the same requests, so the correlation of neighbours widens it.
     """
     weight = np.array(weights) / np.sum(weights)
-    time = clipped(np.array([trial.log_time for trial in trials]))
+    time, within = clipped(np.array([trial.log_time for trial in trials]))
     sums = np.array([[t.learned_tokens, t.learned_sequences, t.baseline_tokens, t.baseline_sequences] for t in trials])
     total = weight @ sums
     relative = sums / total
     log_tokens = math.log(total[0] / total[1]) - math.log(total[2] / total[3])
     log_time = float(weight @ time)
-    influence = relative @ np.array([1.0, -1.0, -1.0, 1.0]) - (time - log_time)
+    influence = relative @ np.array([1.0, -1.0, -1.0, 1.0]) - (time - log_time) / within
     num_trials = 1.0 / float(weight @ weight)
     spread = float(weight**2 @ influence**2) * num_trials / max(num_trials - 1.0, 1e-9)
     inflation = _inflation(influence)
