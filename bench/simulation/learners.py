@@ -163,6 +163,7 @@ class Guarded:
         self.guard, self.num_steps = Guard(), 0
         self.trials: list[tuple[int, Trial]] = []  # with the number of the step
         self.verdicts: list[tuple[int, Verdict]] = []
+        self._learned: dict[str, Table] = {}
         self._arms: dict[str, list[Arm]] = {}
 
     @property
@@ -170,31 +171,38 @@ class Guarded:
         """Changes that the learner detected."""
         return self.learner.num_drift_events
 
-    def _learned(self, worker: str) -> Table:
-        sizes = range(1, self.limits.max_batch_size + 1)
-        return Table(0, tuple(Choice(size, size, self.learner.arm_for(size, worker)) for size in sizes))
+    def _table(self, worker: str) -> Table:
+        if worker not in self._learned:
+            sizes = range(1, self.limits.max_batch_size + 1)
+            choices = (Choice(size, size, self.learner.arm_for(size, worker)) for size in sizes)
+            self._learned[worker] = Table(0, tuple(choices))
+        return self._learned[worker]
 
     def observe(self, records: Sequence[StepRecord], worker: str) -> None:
         """Learn from a group of consecutive steps of one worker."""
         self.num_steps += len(records)
         self.learner.observe(records, worker)
+        version = self.guard.version
         for found in self.guard.observe(worker, records, self.transition, self.limits):
             if isinstance(found, Trial):
                 self.trials.append((self.num_steps, found))
             else:
                 self.verdicts.append((self.num_steps, found))
-        self._arms.clear()
+        if not isinstance(self.learner, Fixed):
+            self._learned.clear()
+        if not self._learned or self.guard.version != version:
+            self._arms.clear()
 
     def arm_for(self, batch_size: int, worker: str) -> Arm:
         """The arm in use for a worker."""
         if worker not in self._arms:
-            table = self.guard.table(self._learned(worker), self.baseline)
+            table = self.guard.table(self._table(worker), self.baseline)
             self._arms[worker] = [table.arm_for(size) for size in range(self.limits.max_batch_size + 1)]
         return self._arms[worker][batch_size]
 
     def probe_for(self, batch_size: int, worker: str) -> Probe | None:
         """A trial, or an exploratory arm of the learner."""
-        trial = self.guard.next_trial(worker, batch_size, self._learned(worker), self.baseline)
+        trial = self.guard.next_trial(worker, batch_size, self._table(worker), self.baseline)
         return trial or self.learner.probe_for(batch_size, worker)
 
 

@@ -49,8 +49,8 @@ class Plan(NamedTuple):
 class Compared(NamedTuple):
     """A finished trial. log_time: of its step time over that beside it; None if too few steps count.
 
-    seconds: of the counted steps. extra_s: what the others took longer: those after both changes of arm, or all of a trial
-    with too few. steps: all of the trial, for their accepted tokens.
+    seconds: of the trial at the mean of its counted steps. extra_s: what the others took longer: those after both changes
+    of arm, or all of a trial with too few. steps: all of the trial, for their accepted tokens.
     """
 
     plan: Plan
@@ -148,7 +148,7 @@ class Blocks:
             plan,
             batch_size=sum(step.batch_size for step in counted) / len(counted),
             log_time=math.log(self._curve.mean_s(counted) / beside_s),
-            seconds=sum(step.wall_s for step in counted),
+            seconds=len(trial) * mean_s(counted),
             extra_s=sum(step.wall_s - means[step.probe_id > 0] for step in changing),
             steps=trial,
         )

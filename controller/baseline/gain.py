@@ -92,7 +92,8 @@ def gain_of(trials: Sequence[Trial], weights: Sequence[float]) -> Gain:
     num_trials = 1.0 / float(weight @ weight)
     spread = float(weight**2 @ influence**2) * num_trials / max(num_trials - 1.0, 1e-9)
     inflation = _inflation(influence)
-    return Gain(log_tokens - log_time, math.sqrt(inflation * spread), num_trials, num_trials / inflation - 1.0)
+    independent = max(num_trials / inflation, min(num_trials, 2.0))
+    return Gain(log_tokens - log_time, math.sqrt(inflation * spread), num_trials, independent - 1.0)
 
 
 def _inflation(influence: np.ndarray) -> float:

@@ -103,13 +103,14 @@ class Range:
             f"the learned arms made {gain.ratio:.3f} ({low:.3f} to {high:.3f}) times the baseline's tokens per second"
         )
         if not self.uses_baseline:
-            if gain.log_ratio + half_width(gain, settings.falls_back) < -settings.tolerated:
-                self.uses_baseline = True
-                return f"{said}: the baseline is used"
-        elif gain.log_ratio - half_width(gain, settings.returns) > 0.0:
-            self.uses_baseline = False
-            return f"{said}: they are used again"
-        return ""
+            changes = gain.log_ratio + half_width(gain, settings.falls_back) < -settings.tolerated
+        else:
+            changes = gain.log_ratio - half_width(gain, settings.returns) > 0.0
+        if not changes:
+            return ""
+        self.uses_baseline = not self.uses_baseline
+        self.seconds = self.lost_s = 0.0  # trials of the other side have a budget of their own
+        return f"{said}: {'the baseline is used' if self.uses_baseline else 'they are used again'}"
 
 
 def range_of(batch_size: float) -> int:
