@@ -15,11 +15,11 @@ from rich.text import Text
 
 from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.output import UserError, user_errors
-from speclen.cli.tables import is_meant, short, titles_of
+from speclen.cli.tables import held_at, is_meant, short, titles_of
 from speclen.controller.analysis.explain import Change, Explanation, in_words, rows_at
 from speclen.records import Arm, ArmEstimate
 from speclen.store.connection import Connection
-from speclen.store.queries import acceptance, arm_estimates, contexts, newest_decision, view_rows
+from speclen.store.queries import acceptance, arm_estimates, contexts, holds, newest_decision, view_rows
 from speclen.store.schema import ContextRow, filled
 
 
@@ -42,14 +42,17 @@ def explain(
         estimates = estimates_of(connection, row.context_id)
         survival = tuple(each.survival for each in acceptance(connection, row.context_id))
         change = last_change(connection, row.context_id, batch)
+        held = held_at(holds(connection), row.context_id, batch, batch)
         learned = [each for each in view_rows(connection, "learned_table") if each["context_id"] == row.context_id]
     arms = {each["arm"]: each for each in learned if each["batch_min"] <= batch <= each["batch_max"]}
     with user_errors():
         explanation = Explanation(str(row.key), batch, rows_at(batch, estimates), survival, change)
     if as_json:
-        print(json.dumps(document_of(explanation, arms)))
-    else:
-        show(explanation, arms)
+        print(json.dumps(document_of(explanation, arms) | {"held": held}))
+        return
+    show(explanation, arms)
+    if held:
+        print(f"\nHeld here by `speclen hold`: {held}. `speclen hold --release` ends it.")
 
 
 def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:

@@ -23,6 +23,7 @@ from speclen.cli.support.database import DB_OPTION, reading
 from speclen.cli.support.output import UserError
 from speclen.store import queries
 from speclen.store.queries import view_rows
+from speclen.store.schema import HoldsRow
 
 Row = dict[str, Any]
 
@@ -47,7 +48,8 @@ def tables(
     """Show the arm in use by batch size: ms per token, gain, samples and their age.
 
     With a baseline, the gain over it is measured. Without one, the estimated
-    ratio to plain decoding is shown.
+    ratio to plain decoding is shown. `held` marks arms of `speclen hold`, and
+    `baseline` those that are in use because learned ones are slower.
 
     Arms that the data cannot tell apart are equal, as in `draft 3 = 4`; `(+2)`
     stands for two more. Terminals of 120 columns also show the arms with one
@@ -86,9 +88,13 @@ def rows_of(db: Path, view: str, context: str) -> list[Row]:
 
 
 def with_gain(db: Path, rows: list[Row]) -> list[Row]:
-    """Add the gain over the baseline from the trials of the last week; None without trials."""
+    """Add the gain over the baseline from the trials of the last week, None without trials, and the reason of the arm.
+
+    used: "held" for `speclen hold`, "baseline" where learned arms are slower, else "learned".
+    """
     with reading(db) as connection:
         trials = queries.trials(connection, time.time() - WEEK_S)
+        holds = queries.holds(connection)
     for row in rows:
         own = [
             each.trial
@@ -96,7 +102,19 @@ def with_gain(db: Path, rows: list[Row]) -> list[Row]:
             if each.context_id == row["context_id"] and row["batch_min"] <= round(each.batch_size) <= row["batch_max"]
         ]
         row |= {name: value for name, value in figures_of(own).items() if name.startswith("gain")}
+        held = held_at(holds, row["context_id"], row["batch_min"], row["batch_max"])
+        row["used"] = "held" if held else "baseline" if own and own[-1].is_baseline_used else "learned"
     return rows
+
+
+def held_at(holds: Sequence[HoldsRow], context_id: int, batch_min: int, batch_max: int) -> str | None:
+    """The newest hold at some of these batch sizes: an arm, or "baseline"; None if nothing is held."""
+    found = None
+    for row in holds:
+        for low, high, arm in json.loads(row.holds) if row.context_id == context_id else ():
+            if low <= batch_max and batch_min <= high:
+                found = arm or "baseline"
+    return found
 
 
 def gain_text(gain: float | None) -> str:
@@ -156,6 +174,7 @@ def cells_of(row: Row, wide: bool, is_measured: bool) -> dict[str, str]:
         "95% interval": "" if low is None or high is None else f"{short(low)} to {short(high)}",
         "vs plain": "" if speedup is None or is_measured else f"{speedup:.2f}x",
         "gain": gain_text(row.get("gain")),
+        "used": used if (used := row.get("used", "")) != "learned" else "",
         "steps": "" if num_steps is None else count(num_steps),
         "age": age_of(row.get("last_step_at")),
     }

@@ -29,7 +29,7 @@ from speclen.worker.models.naming import check_names
 DEMO_TARGET = "bundled:target-60m"  # large enough relative to its draft for the best arm to change with the batch size
 ANSWER_TIMEOUT_S = 10.0  # for a controller on a machine whose workers have just started
 # Passed to every worker; workers read their other settings from the environment and the configuration file.
-OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
+OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "baseline", "max_batch_size", "max_length")
 
 OF_FLEETS = (
     *("max_workers", "cpus_per_worker", "gpus_per_worker"),
@@ -93,7 +93,8 @@ def check_options(options: dict[str, Any]) -> None:
     """Raise UserError for options that a worker would refuse after importing torch, which takes seconds."""
     with user_errors():
         check_names(options["target"], options["draft"])
-        WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
+        known = {"policy": "adaptive", "baseline": "none"}  # a profile may come from each worker's environment
+        WorkerConfig(**options | {name: known[name] for name in known if options[name] == "profile"})
 
 
 @dataclass(frozen=True, slots=True)

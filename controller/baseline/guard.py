@@ -34,7 +34,7 @@ class GuardSettings:
     loss_share: float = 0.003  # of the time that trials may lose
     first_loss_share: float = 0.01  # the same until the better side is in use for certain
     least_trials: int = 6  # before any verdict
-    memory: float = 64.0  # effective trials at most
+    memory: float = 128.0  # trials
     tolerated: float = 0.005  # log ratio below 0 at which learned arms still stay in use
     # One-sided, of a single look. A range is looked at after every trial, so 99% over all looks needs more than 99% of each.
     falls_back: float = 0.9995

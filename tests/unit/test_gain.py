@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from speclen.cli.app import app
 from speclen.cli.gain import seconds_of
 from speclen.cli.support.output import UserError
+from speclen.store.schema import HoldsRow
 from tests.support.database_rows import write_database
 from tests.support.store_rows import NOW, TRIAL, moment, rows, written
 
@@ -57,6 +58,28 @@ def test_tables_show_what_was_measured_in_place_of_what_is_expected(tmp_path):
     assert "gain" in shown
     assert "1.36x" in shown
     assert "vs plain" not in shown
+
+
+@pytest.mark.parametrize(
+    ("held", "is_baseline_used", "used", "explained"),
+    [
+        (None, False, "learned", None),
+        (None, True, "baseline", None),
+        ([[1, 64, "draft 2"]], True, "held", "draft 2"),
+        ([[1, 64, "draft 2"], [4, 4, None]], False, "held", "baseline"),
+        ([[40, 64, "draft 2"]], False, "learned", None),
+    ],
+)
+def test_tables_and_explain_show_what_is_held(tmp_path, held, is_baseline_used, used, explained):
+    database = write_database(tmp_path / "s.db")
+    holds = [] if held is None else [HoldsRow(1, json.dumps(held), NOW)]
+    written(database, moment([], trials=[trial(batch_size=4, is_baseline_used=is_baseline_used)], holds=holds))
+    shown, found = run("tables", "--db", str(database)), json.loads(run("tables", "--db", str(database), "--json"))
+    assert [row["used"] for row in found if row["batch_min"] <= 4 <= row["batch_max"]] == [used]
+    assert (used in shown) == (used != "learned")
+    words = ("explain", "--batch", "4", "--db", str(database))
+    assert json.loads(run(*words, "--json"))["held"] == explained
+    assert ("Held here" in run(*words)) == bool(explained)
 
 
 def test_without_trials_it_says_why(tmp_path):

@@ -40,8 +40,8 @@ def test_json_is_the_rows_of_the_view(database):
     expected = rows(database, "SELECT * FROM choices")
     assert len(expected) == 2
     found = [tuple(row.values()) for row in json.loads(run("--db", str(database), "--json"))]
-    assert [row[:-3] for row in found] == expected
-    assert [row[-3:] for row in found] == [(None, None, None)] * 2  # no trial has ended
+    assert [row[:-4] for row in found] == expected
+    assert [row[-4:] for row in found] == [(None, None, None, "learned")] * 2  # no trial has ended
 
 
 def test_contexts_can_be_picked(database):
