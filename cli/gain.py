@@ -22,8 +22,8 @@ from speclen.store import queries
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 NOTHING = (
-    "No trial has ended in this time: start the worker with --baseline, or vLLM with SPECLEN_WORKER_BASELINE=configured. "
-    "Trials are made where the baseline differs from the learned arm."
+    "No trial has ended in this time. Trials run where the baseline differs from the learned arm, in workers whose "
+    "--baseline (SPECLEN_WORKER_BASELINE) is not off."
 )
 
 

@@ -55,7 +55,7 @@ class WorkerConfig(ServerSecurity):
         "n-gram, 'n-gram else draft 3'.",
     )
     baseline: str = setting(
-        "off",
+        "none",
         "Arms to compare learned ones with, and to use where these are slower: none (plain decoding), fixed:K, n-gram, or "
         "profile; off: no comparison.",
     )

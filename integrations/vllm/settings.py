@@ -38,7 +38,7 @@ class VllmSettings:
 
     controller: str
     policy: str = "adaptive"
-    baseline: str = OFF
+    baseline: str = CONFIGURED
     target: str = ""
     draft: str = ""
     worker_id: str = ""

@@ -340,6 +340,56 @@ def test_nothing_is_compared_without_a_baseline_or_with_equal_arms():
     assert guard.table(TABLE, ()) is TABLE
 
 
+def serve_requests(guard, machine, num_requests, num_steps, pause):
+    """Requests of some steps one at a time; trials that did not begin before a request ended expire in the pause."""
+    found, table = [], guard.table(TABLE, BASE)
+    for _ in range(num_requests):
+        probe, left, steps = None, 0, []
+        for number in range(num_steps):
+            arm = probe.arm if left else table.arm_for(1)
+            flags = (StepFlag.PREFILL,) if number == 0 else ()
+            steps.append(machine.step(arm, 1, probe.probe_id if left else 0, flags))
+            left = max(left - 1, 0)
+            if len(steps) == 8:
+                found += guard.observe("w", steps, 2, LIMITS)
+                steps, table = [], guard.table(TABLE, BASE)
+                offered = guard.next_trial("w", 1, TABLE, BASE)
+                probe, left = (offered, offered.num_steps) if offered else (probe, left)
+        found += guard.observe("w", steps, 2, LIMITS)
+        machine.seq += pause
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "pause", "learns"),
+    [(40, 0, True), (20, 0, True), (40, 100, True), (4, 0, False)],
+    ids=["one request a minute", "short requests", "requests whose neighbours were not reported", "four steps each"],
+)
+def test_rare_requests_bring_a_verdict_or_do_no_harm(num_steps, pause, learns):
+    machine, guard = Machine({LEARNED: 0.030, BASELINE: 0.015}, noise=0.02), Guard()
+    found = serve_requests(guard, machine, 4000 // num_steps, num_steps, pause)
+    assert any(not isinstance(each, Trial) for each in found) == learns
+    assert guard.table(TABLE, BASE).arm_for(1) == (BASELINE if learns else LEARNED)
+
+
+def test_a_trial_that_never_ran_is_offered_again():
+    machine, guard, offered = Machine({LEARNED: 0.02, BASELINE: 0.02}), Guard(), 0
+    for _ in range(200):
+        guard.observe("w", [machine.step(LEARNED) for _ in range(8)], 2, LIMITS)
+        offered += guard.next_trial("w", 4, TABLE, BASE) is not None
+    assert offered > 5
+    assert guard.ranges[range_of(4)].lost_s == 0.0
+
+
+@pytest.mark.parametrize("beyond", [Arm(9), Arm(0, ngram=True)])
+def test_a_baseline_that_a_worker_cannot_run_changes_nothing(beyond):
+    machine, guard, base = Machine({LEARNED: 0.02}), Guard(), (Choice(1, 32, beyond),)
+    for _ in range(200):
+        assert guard.observe("w", [machine.step(LEARNED) for _ in range(8)], 2, LIMITS) == []
+        guard.next_trial("w", 4, TABLE, base)  # the worker ignores it
+    assert guard.table(TABLE, base).arm_for(4) == LEARNED
+
+
 def test_a_worker_that_leaves_in_a_trial_does_not_hold_up_others():
     machine, guard = Machine({LEARNED: 0.02, BASELINE: 0.02}), Guard()
     for _ in range(50):
