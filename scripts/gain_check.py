@@ -26,7 +26,7 @@ from speclen.controller.estimator import Estimator
 from speclen.records import Choice, Table, parse_arm
 from speclen.v1 import generation_pb2_grpc as rpc
 
-START_S = 180.0
+START_S = 600.0
 
 
 def controller(believed: str, arguments: list[str]) -> None:
@@ -66,8 +66,9 @@ def check(
                         pool.submit(keep_sending, stub, first, requests, "learned", (now, now + seconds), [])
             finally:
                 worker.terminate()
-        process.terminate()
-        process.join()
+                worker.wait()
+                process.terminate()
+                process.join()
         for verb in ("gain", "tables", "doctor"):
             print(f"\n$ speclen {verb}", flush=True)
             subprocess.run([*run, verb, "--db", str(database)], check=False)

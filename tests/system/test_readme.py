@@ -89,7 +89,7 @@ COMMANDS = [
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_readme_work_and_fit_the_terminal(serving):
     assert len(serving.run("sh", "-c", COMMANDS[0])) > 20
-    until(lambda: "vs plain" in serving.run("sh", "-c", COMMANDS[1]), what="a learned table")
+    until(lambda: "ms/token" in serving.run("sh", "-c", COMMANDS[1]), what="a learned table")
     assert max(map(len, serving.run("sh", "-c", COMMANDS[1]).splitlines())) <= 80
     choices = serving.run("sh", "-c", COMMANDS[2])
     assert "ms_per_token" in choices
