@@ -281,7 +281,7 @@ def test_a_slower_learned_arm_gives_way_to_the_baseline_and_returns(late):
     assert guard.table(TABLE, BASE).arm_for(4) == BASELINE
     assert guard.table(TABLE, BASE).arm_for(16) == LEARNED  # another range
     machine.seconds[LEARNED] = 0.016
-    (_, verdict), *_ = verdicts_of(play(guard, machine, 60_000))
+    (_, verdict), *_ = verdicts_of(play(guard, machine, 30_000))
     assert not verdict.uses_baseline
     assert guard.table(TABLE, BASE).arm_for(4) == LEARNED
 
