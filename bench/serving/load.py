@@ -1,7 +1,7 @@
 """The client of the serving benchmark: sends requests over gRPC and notes when their tokens came.
 
-A request is sent at its planned time, whether or not earlier ones have finished, and its latency counts from that time,
-so that a server which falls behind cannot hide it. In a closed loop it is sent when another ends.
+In an open loop a request is sent at its planned time, whether or not earlier ones have finished, and its latency counts
+from that time, so that a server which falls behind cannot hide it. In a closed loop it is sent when another ends.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from grpc import aio
 
-from speclen.bench.serving.traffic import Arrival, Block, draw_requests, recipe_of
+from speclen.bench.serving.traffic import Arrival, Block, Conversations, draw_requests, recipe_of
 from speclen.process.servers import prepare_aio
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
@@ -30,7 +30,7 @@ Prompt = Sequence[int]
 class RequestOutcome:
     """Times, counts and output of one request. Times in seconds since the block began; None: it did not happen.
 
-    error: empty for a request that got all the tokens it asked for.
+    error: empty for a request that got all the tokens it asked for. chunks: times at which tokens came, and their numbers.
     """
 
     at_s: float
@@ -42,6 +42,7 @@ class RequestOutcome:
     num_accepted_tokens: int = 0
     error: str = ""
     output_ids: tuple[int, ...] = ()
+    chunks: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def latency_s(self) -> float:
@@ -71,6 +72,7 @@ async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float],
                 outcome.first_token_s = clock()
             if response.HasField("chunk"):
                 outcome.num_tokens += len(response.chunk.token_ids)
+                outcome.chunks.append((clock(), len(response.chunk.token_ids)))
             else:
                 note_completion(response.complete, outcome, clock(), num_tokens)
     except aio.AioRpcError as error:
@@ -92,20 +94,13 @@ def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now:
         outcome.finished_s = now
 
 
-async def open_loop(
-    address: str,
-    arrivals: Sequence[Arrival],
-    prompts: Sequence[Prompt],
-    timeout_s: float = REQUEST_TIMEOUT_S,
-    at_once: int | None = None,
+async def send_all(
+    address: str, arrivals: Sequence[Arrival], prompts: Sequence[Prompt], timeout_s: float = REQUEST_TIMEOUT_S
 ) -> list[RequestOutcome]:
-    """Send every request at its time and wait for all answers; one outcome per arrival, in order.
-
-    at_once: at most this many at a time; each further request is sent when an earlier one ends.
-    """
+    """Send every request in order and in time, and wait for all answers; one outcome per arrival, in order."""
     prepare_aio()
     outcomes = [RequestOutcome(arrival.at_s) for arrival in arrivals]
-    turns = asyncio.Semaphore(at_once or max(1, len(arrivals)))
+    under_way, ended = 0, asyncio.Event()
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)
         begin = time.monotonic()
@@ -114,16 +109,22 @@ async def open_loop(
             return time.monotonic() - begin
 
         async def send(outcome: RequestOutcome, arrival: Arrival, prompt: Prompt) -> None:
+            nonlocal under_way
             request, num_tokens = request_of(arrival, prompt), 1 if arrival.ends_itself else arrival.output_tokens
-            async with turns:
-                outcome.sent_s = clock()
-                if at_once is not None:
-                    outcome.at_s = outcome.sent_s
-                await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
+            outcome.sent_s = clock()
+            if arrival.at_once is not None:
+                outcome.at_s = outcome.sent_s
+            await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
+            under_way -= 1
+            ended.set()
 
         async with asyncio.TaskGroup() as group:
             for outcome, arrival, prompt in zip(outcomes, arrivals, prompts, strict=True):
+                while arrival.at_once is not None and under_way >= arrival.at_once:
+                    ended.clear()
+                    await ended.wait()
                 await asyncio.sleep(max(0.0, arrival.at_s - clock()))
+                under_way += 1
                 group.create_task(send(outcome, arrival, prompt))
     return outcomes
 
@@ -134,7 +135,8 @@ class BlockFigures:
     of sending.
 
     latency_sum_s, percentiles: of the requests that got all their tokens; num_failed: the others, errors: why. late_s: the
-    99th percentile of how much later than planned requests were sent.
+    99th percentile of how much later than planned requests were sent. seconds: until the last answer ended. tokens_by_s:
+    tokens that came in each second. by_size: tokens, and seconds of latency, of the requests of each concurrency.
     """
 
     num_requests: int
@@ -152,6 +154,12 @@ class BlockFigures:
     num_proposed: int
     num_accepted: int
     late_s: float
+    tokens_by_s: tuple[int, ...] = ()
+    by_size: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
 
     @property
     def mean_latency_s(self) -> float:
@@ -162,6 +170,7 @@ class BlockFigures:
 class ServedBlock:
     """outcomes: one per arrival, in order. num_row_steps: sum of sequences over all steps."""
 
+    arrivals: Sequence[Arrival]
     outcomes: list[RequestOutcome]
     num_steps: int
     num_row_steps: int
@@ -173,11 +182,11 @@ async def serve_block(
 ) -> ServedBlock:
     """Send every request at its time, and wait for all answers. Raises AioRpcError when the worker is gone."""
     before = await counters(address)
-    outcomes = await open_loop(address, block.arrivals, prompts, timeout_s, block.at_once)
+    outcomes = await send_all(address, block.arrivals, prompts, timeout_s)
     after = await counters(address)
     ends = [outcome.finished_s for outcome in outcomes if outcome.finished_s is not None]
     steps, row_steps = after.num_steps - before.num_steps, after.num_row_steps - before.num_row_steps
-    return ServedBlock(outcomes, steps, row_steps, max(ends, default=block.duration_s))
+    return ServedBlock(block.arrivals, outcomes, steps, row_steps, max(ends, default=block.duration_s))
 
 
 async def counters(address: str) -> pb.GetServerInfoResponse:
@@ -208,7 +217,28 @@ def figures_of(served: ServedBlock) -> BlockFigures:
         num_proposed=sum(outcome.num_draft_tokens for outcome in done),
         num_accepted=sum(outcome.num_accepted_tokens for outcome in done),
         late_s=float(np.percentile([o.sent_s - o.at_s for o in served.outcomes], 99)),
+        tokens_by_s=tokens_by_second(served.outcomes),
+        by_size=sums_by_size(served),
     )
+
+
+def tokens_by_second(outcomes: Sequence[RequestOutcome]) -> tuple[int, ...]:
+    """Tokens that came in each second of the block."""
+    seconds = Counter[int]()
+    for outcome in outcomes:
+        for at_s, number in outcome.chunks:
+            seconds[int(at_s)] += number
+    return tuple(seconds[second] for second in range(max(seconds, default=-1) + 1))
+
+
+def sums_by_size(served: ServedBlock) -> dict[int, tuple[int, float]]:
+    """Tokens, and seconds of latency, of the answered requests of each concurrency; empty for an open loop."""
+    found: dict[int, tuple[int, float]] = {}
+    for arrival, outcome in zip(served.arrivals, served.outcomes, strict=True):
+        if arrival.at_once is not None and not outcome.error:
+            tokens, latency_s = found.get(arrival.at_once, (0, 0.0))
+            found[arrival.at_once] = (tokens + outcome.num_tokens, latency_s + outcome.latency_s)
+    return found
 
 
 LENGTHS = range(5)  # the fastest length of a full worker is short
@@ -216,11 +246,11 @@ REQUESTS_PER_SLOT = 4
 OF_ITS_OWN = 1_000_000  # larger than the number of any round
 
 
-def busy_block(track: str, slots: int, seed: int) -> Block:
+def busy_block(track: str, slots: int, seed: int, chat: bool) -> Block:
     """Requests of the workload for every slot, all sent at the start."""
-    times = np.zeros(REQUESTS_PER_SLOT * slots)
-    arrivals = draw_requests(np.random.default_rng([seed, OF_ITS_OWN]), times, recipe_of(track).mix)
-    return Block(track, OF_ITS_OWN, 0.0, tuple(arrivals), slots)
+    rng, times = np.random.default_rng([seed, OF_ITS_OWN]), np.zeros(REQUESTS_PER_SLOT * slots)
+    arrivals = draw_requests(rng, times, recipe_of(track).mix, chat, Conversations(rng))
+    return Block(track, OF_ITS_OWN, 0.0, tuple(replace(arrival, at_once=slots) for arrival in arrivals))
 
 
 def busy_rate(outcomes: Sequence[RequestOutcome]) -> float:

@@ -9,7 +9,7 @@ comparison with an error.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,22 +51,28 @@ class OutputCheck:
     num_same: int = 0
     num_greedy_parted: int = 0
     partings: list[Parting] = field(default_factory=list)
+    _first: tuple[str, Sequence[Arrival], Sequence[RequestOutcome]] | None = None
 
     def add(
-        self, arrivals: Sequence[Arrival], prompts: Sequence[Prompt], outcomes: Mapping[str, Sequence[RequestOutcome]]
+        self, name: str, arrivals: Sequence[Arrival], prompts: Sequence[Prompt], outcomes: Sequence[RequestOutcome]
     ) -> None:
-        """Compare one block's outputs of every policy with those of the first; failed requests are skipped."""
-        (first, reference), *others = outcomes.items()
-        for name, found in others:
-            for arrival, prompt, a, b in zip(arrivals, prompts, reference, found, strict=True):
-                if a.error or b.error:
-                    continue
-                self.num_compared += 1
-                if a.output_ids == b.output_ids:
-                    self.num_same += 1
-                    continue
-                self.num_greedy_parted += arrival.temperature == 0
-                self.partings.append(parting((first, name), arrival, prompt, a.output_ids, b.output_ids))
+        """Compare a policy's outputs of a block with those of the block's first policy; failed requests are skipped.
+
+        The policies of one block are added one after the other, each with the same arrivals.
+        """
+        if self._first is None or self._first[1] is not arrivals:
+            self._first = (name, arrivals, outcomes)
+            return
+        first, _, reference = self._first
+        for arrival, prompt, a, b in zip(arrivals, prompts, reference, outcomes, strict=True):
+            if a.error or b.error:
+                continue
+            self.num_compared += 1
+            if a.output_ids == b.output_ids:
+                self.num_same += 1
+                continue
+            self.num_greedy_parted += arrival.temperature == 0
+            self.partings.append(parting((first, name), arrival, prompt, a.output_ids, b.output_ids))
 
     def verdict(self, judge: Judge, dtype: str, seed: int = 0) -> dict[str, Any]:
         """Summary for the results. Raises ValueError if an output is wrong."""

@@ -13,6 +13,10 @@ from speclen.cli.support.output import UserError
 from speclen.process.settings import check_bounds, setting
 from speclen.worker.config import WorkerConfig
 
+# The adaptive policy begun without data, and begun with the profile; the other policies are a worker's own.
+LEARNERS = ("adaptive", "seeded")
+SLOTS = 16  # of a worker whose track has no concurrency of its own
+
 
 def parse_policies(text: str, settings: WorkerConfig) -> list[str]:
     """Names in a list such as "adaptive,none,fixed:1-8,n-gram". Raises UserError naming a policy that a worker refuses."""
@@ -21,9 +25,11 @@ def parse_policies(text: str, settings: WorkerConfig) -> list[str]:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--compare names {repeated} twice: name each policy once")
+    if "seeded" in names and settings.profile is None:
+        raise UserError("--compare seeded needs --profile FILE: make one with `speclen profile run`")
     for name in names:
         try:
-            replace(settings, policy=name)
+            replace(settings, policy="adaptive" if name in LEARNERS else name)
         except ValueError as error:
             raise UserError(f"--compare {name}: {error}") from error
     return names
@@ -44,10 +50,14 @@ class Plan:
     settings: WorkerConfig
     track: str = setting("mixed", f"{', '.join(TRACKS)}.")
     compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
-    minutes: float = setting(15.0, "Time for the rounds.", least=0.05)
+    minutes: float = setting(
+        15.0, "Time for the rounds, which end before it once all ratios are known within 3%.", least=0.05
+    )
     repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
-    learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
-    block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
+    learn_s: float = setting(120.0, "Seconds of the track that each learning policy serves beforehand.", least=0)
+    block_s: float | None = setting(
+        None, "Seconds of a block, in closed loops roughly: scales its requests; default: the track's own."
+    )
     capacity: float | None = setting(None, "Tokens per second that loads are shares of; default: measured.")
     seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
 
@@ -60,6 +70,11 @@ class Plan:
     def recipe(self) -> TrackRecipe:
         """Raises ValueError for a track that cannot be read."""
         return recipe_of(self.track)
+
+    @property
+    def learners(self) -> list[str]:
+        """The policies that learn."""
+        return [name for name in self.names if name in LEARNERS]
 
     @property
     def names(self) -> list[str]:

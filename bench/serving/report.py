@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from speclen.bench.serving.load import BlockFigures
 from speclen.bench.serving.rounds import Comparison, Ratio
 from speclen.cli.support.output import write_whole
 
@@ -20,40 +21,45 @@ COLUMNS = (
     ("mean", lambda b: b.mean_latency_s, "{:.3f}"),
     ("p95", lambda b: b.latency_p95_s, "{:.3f}"),
     ("first token", lambda b: b.ttft_mean_s, "{:.3f}"),
-    ("tokens/s", lambda b: b.num_tokens / b.seconds, "{:.0f}"),
+    ("tokens/s", lambda b: b.tokens_per_s, "{:.0f}"),
     ("accepted", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
 )
 
 
-def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
-    """The comparison as JSON, without single requests. facts: settings that the figures depend on."""
+def to_document(comparison: Comparison, facts: dict[str, Any], so_far: bool = False) -> dict[str, Any]:
+    """The comparison as JSON, without single requests. facts: settings that the figures depend on.
+
+    so_far: True while the run continues, or if it was killed.
+    """
     first, *others = comparison.policies
     return {
         **facts,
         "policies": list(comparison.policies),
         "num_rounds": len(comparison.rounds),
-        "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
+        "speed": "tokens per second" if comparison.closed else "inverse of the mean latency",
         "best_fixed": comparison.best_fixed(),
         "ratios": [asdict(comparison.ratio(first, name)) for name in others],
-        **({"tokens_per_s": rates_by_size(comparison, sizes)} if (sizes := facts.get("at_once")) else {}),
-        "notes": comparison.notes(),
+        **({"tokens_per_s": rates_by_size(comparison)} if len(facts["at_once"]) > 1 else {}),
+        "notes": [*(["not finished: outputs are not checked yet"] if so_far else []), *comparison.notes()],
         "errors": comparison.errors(),
         "rounds": [asdict(one) for one in comparison.rounds],
     }
 
 
-def rates_by_size(comparison: Comparison, sizes: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Tokens per second by policy and concurrency: concurrency times tokens over summed latency (Little's law).
-
-    Dividing by the block's duration would include its end, when fewer requests run.
-    """
-    found: dict[str, dict[str, float]] = {name: {} for name in comparison.policies}
-    for size, part in sorted(zip(sizes, comparison.parts, strict=True)):
-        for name, rates in found.items():
-            blocks = [one.blocks[name] for one in part.rounds]
-            if latency_s := sum(block.latency_sum_s for block in blocks):
-                rates[str(size)] = size * sum(block.num_tokens for block in blocks) / latency_s
+def rates_by_size(comparison: Comparison) -> dict[str, dict[str, float]]:
+    """Tokens per second by policy and concurrency: concurrency times tokens over summed latency (Little's law)."""
+    found: dict[str, dict[str, float]] = {}
+    for name in comparison.policies:
+        blocks = comparison.whole(name)
+        found[name] = {
+            str(size): rate_at(size, blocks) for size in sorted({size for one in blocks for size in one.by_size})
+        }
     return found
+
+
+def rate_at(size: int, blocks: Sequence[BlockFigures]) -> float:
+    sums = [block.by_size[size] for block in blocks if size in block.by_size]
+    return size * sum(tokens for tokens, _ in sums) / sum(latency_s for _, latency_s in sums)
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
@@ -68,10 +74,9 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
         f"[bold]{document['track']}[/bold] ({document['summary']}): {document['num_rounds']} rounds of blocks of "
         f"{document['block_s']:g} s, every policy served the same requests; 95% confidence over blocks"
     )
-    if sizes := document.get("at_once"):
-        print_by_size(document["tokens_per_s"], dict(zip(sizes, comparison.parts, strict=True)), console)
-    else:
-        print_latencies(comparison, console)
+    print_policies(comparison, console)
+    if "tokens_per_s" in document:
+        print_by_size(document["tokens_per_s"], console)
     for line in remarks(document):
         console.print(f"[yellow]{line}[/yellow]")
     for reason, count in document["errors"].items():
@@ -79,7 +84,8 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
-    one = document["outputs"]
+    if (one := document["outputs"]) is None:
+        return document["notes"]
     told = f"outputs: {one['num_same']} of {one['num_compared']} equal the first policy's in every token"
     if one["num_same"] < one["num_compared"]:
         told += f"; of the others {one['num_examined']} were examined, all are ties "
@@ -96,30 +102,27 @@ def table_of(title: str, *headings: str) -> Table:
     return table
 
 
-def print_latencies(comparison: Comparison, console: Console) -> None:
-    """Print means over blocks, and the ratio of latencies to the first policy."""
+def print_policies(comparison: Comparison, console: Console) -> None:
+    """Print means over blocks, and the speed of the first policy relative to each."""
     first = comparison.policies[0]
     headings = [name for name, _, _ in COLUMNS]
-    table = table_of("request latency in seconds, means over blocks", *headings, f"over {first}")
+    table = table_of("means over blocks; request latency in seconds", *headings, f"{first} relative to it")
     for name in comparison.policies:
-        blocks = [one.blocks[name] for one in comparison.rounds]
-        cells = (form.format(np.mean([figure(block) for block in blocks])) for _, figure, form in COLUMNS)
-        table.add_row(name, *cells, "1" if name == first else in_words(comparison.ratio(name, first)))
+        blocks = comparison.whole(name)
+        cells = (
+            form.format(np.mean([figure(block) for block in blocks])) if blocks else "–" for _, figure, form in COLUMNS
+        )
+        table.add_row(name, *cells, "1" if name == first else in_words(comparison.ratio(first, name)))
     console.print(table)
 
 
-def print_by_size(rates: dict[str, dict[str, float]], parts: dict[int, Comparison], console: Console) -> None:
-    """Print rates by policy and ratios to the first policy, by concurrency."""
-    sizes, (first, *others) = sorted(parts), rates
-    console.print("by requests at a time:")
-    rate = table_of("tokens/s", *map(str, sizes))
-    ratio = table_of(f"latency over that of {first} (above 1: {first} is faster)", *map(str, sizes))
+def print_by_size(rates: dict[str, dict[str, float]], console: Console) -> None:
+    """Print tokens per second by policy and concurrency."""
+    sizes = sorted({int(size) for row in rates.values() for size in row})
+    table = table_of("tokens/s by requests at a time", *map(str, sizes))
     for name, row in rates.items():
-        rate.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
-    for name in others:
-        ratio.add_row(name, *(in_words(parts[size].ratio(name, first)) for size in sizes))
-    console.print(rate)
-    console.print(ratio)
+        table.add_row(name, *(f"{row[str(size)]:.0f}" if str(size) in row else "–" for size in sizes))
+    console.print(table)
 
 
 def in_words(ratio: Ratio) -> str:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from speclen.bench.serving.load import BlockFigures
 
-NUM_DRAWS = 2000
-CONFIDENCE = 0.95
-NORMAL_QUANTILE = 1.959964
 LEAST_BLOCKS = 6  # with fewer, the interval is reported as too short
+RESOLUTION = 0.03  # half the width of the intervals at which the rounds end
+
+
+class PolicyFailedError(Exception):
+    """One policy cannot serve any more; the others can."""
+
+
+class WorkerEndedError(Exception):
+    """The worker has ended, so no policy can serve any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +41,24 @@ class Interval:
         return math.sqrt(self.high / self.low) - 1.0
 
 
-def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
-    """sum(numerators) / sum(denominators) over paired blocks, with a bootstrap interval over blocks.
+def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Geometric mean of the ratios of paired blocks, with Student's interval of the mean logarithm.
 
-    Few blocks underestimate their own spread: the deviations of the draws are widened by sqrt(n / (n - 1)) and by what
-    Student's quantile has over the normal one. One block has no width. Raises ValueError when there is nothing.
+    One block has no width. Raises ValueError when there is nothing.
     """
-    if not numerators or not sum(denominators):
+    logs = [math.log(above / below) for above, below in zip(numerators, denominators, strict=True)]
+    if not logs:
         raise ValueError("no blocks to compare")
-    above, below = np.array(numerators, float), np.array(denominators, float)
-    number = len(above)
-    value = math.log(above.sum() / below.sum())
-    if number == 1:
-        return Interval(*[math.exp(value)] * 3)
-    picks = np.random.default_rng(seed).integers(number, size=(NUM_DRAWS, number))
-    draws = np.log(above[picks].sum(axis=1) / below[picks].sum(axis=1)) - value
-    widening = math.sqrt(number / (number - 1)) * student_quantile(number - 1) / NORMAL_QUANTILE
-    low, high = value + widening * np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(math.exp(value), math.exp(low), math.exp(high))
+    value, number = statistics.fmean(logs), len(logs)
+    reach = student_quantile(number - 1) * statistics.stdev(logs) / math.sqrt(number) if number > 1 else 0.0
+    return Interval(math.exp(value), math.exp(value - reach), math.exp(value + reach))
 
 
 def student_quantile(freedom: int) -> float:
     """The 97.5% quantile of Student's distribution, within 1% (Cornish and Fisher)."""
     if freedom in (exact := {1: 12.706, 2: 4.303}):
         return exact[freedom]
-    z, v = NORMAL_QUANTILE, freedom
+    z, v = 1.959964, freedom
     return (
         z
         + (z**3 + z) / (4 * v)
@@ -71,16 +69,16 @@ def student_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One block, served by every policy in this order. number: of the block."""
+    """One block, served by the policies in this order. number: of the block. blocks: of those that have served it."""
 
     number: int
     order: tuple[str, ...]
-    blocks: dict[str, BlockFigures]
+    blocks: dict[str, BlockFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Mean latency of `policy` over that of `reference`; below 1: faster.
+    """Speed of `policy` relative to `reference`; above 1: faster.
 
     num_blocks: blocks that both served without failure; interval: None for fewer than two.
     """
@@ -93,48 +91,61 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """All rounds of a workload. policies: the first is compared with the others. turns: kinds of blocks, kept apart."""
+    """All rounds of a workload. policies: the first is compared with the others.
+
+    closed: True for a closed loop, where speed is tokens per second of the block; otherwise it is the inverse of the mean
+    latency. failures: why a policy has stopped serving, by name. ending: why the rounds have ended early, or "".
+    """
 
     policies: tuple[str, ...]
+    closed: bool = False
     rounds: list[Round] = field(default_factory=list)
-    turns: int = 1
+    failures: dict[str, str] = field(default_factory=dict)
+    ending: str = ""
 
-    @property
-    def parts(self) -> list[Comparison]:
-        """A comparison for each kind of block, in order of the remainders of their numbers."""
-        if self.turns == 1:
-            return [self]
-        kinds = [[one for one in self.rounds if one.number % self.turns == turn] for turn in range(self.turns)]
-        return [Comparison(self.policies, rounds) for rounds in kinds]
+    def speed(self, block: BlockFigures) -> float:
+        return block.tokens_per_s if self.closed else 1 / block.mean_latency_s
 
     def ratio(self, policy: str, reference: str) -> Ratio:
         """Ratio over the blocks that both policies served without failure."""
-        above, below = [], []
-        for one in self.rounds:
-            a, b = one.blocks[policy], one.blocks[reference]
-            if not (a.num_failed or b.num_failed):
-                above.append(a.latency_sum_s)
-                below.append(b.latency_sum_s)
-        return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
+        pairs = [
+            (self.speed(one.blocks[policy]), self.speed(one.blocks[reference]))
+            for one in self.rounds
+            if all(name in one.blocks and not one.blocks[name].num_failed for name in (policy, reference))
+        ]
+        interval = mean_ratio([a for a, _ in pairs], [b for _, b in pairs]) if len(pairs) > 1 else None
+        return Ratio(policy, reference, interval, len(pairs))
 
-    def mean_latency_s(self, policy: str) -> float | None:
-        """Mean over all requests of the blocks without failures; None if there are none."""
-        whole = [one.blocks[policy] for one in self.rounds if not one.blocks[policy].num_failed]
-        if not whole:
-            return None
-        return sum(block.latency_sum_s for block in whole) / sum(block.num_requests for block in whole)
+    def whole(self, policy: str) -> list[BlockFigures]:
+        """The policy's blocks without failures."""
+        found = [one.blocks[policy] for one in self.rounds if policy in one.blocks]
+        return [block for block in found if not block.num_failed]
 
     def best_fixed(self) -> str | None:
-        """The fixed length with the least latency, relative to the first fixed length on the same blocks."""
+        """The fastest fixed length, relative to the first one on the same blocks."""
         fixed = [name for name in self.policies if name == "none" or name.startswith("fixed:")]
         against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
-        return min(against, key=lambda name: against[name]) if against else None
+        return max(against, key=lambda name: against[name]) if against else None
+
+    def unresolved(self) -> list[str]:
+        """Ratios to the first policy whose intervals are too wide, in words."""
+        first, *others = self.policies
+        found = {name: self.ratio(first, name).interval for name in others}
+        return [
+            f"{name} ±{100 * interval.half_width:.1f}%" if interval else name
+            for name, interval in found.items()
+            if name not in self.failures and (interval is None or interval.half_width > RESOLUTION)
+        ]
 
     def notes(self) -> list[str]:
         """Remarks on the limits of the figures."""
-        found = list[str]()
-        if (fewest := min(len(part.rounds) for part in self.parts)) < LEAST_BLOCKS:
-            found.append(f"too short for its intervals: {fewest} rounds, fewer than {LEAST_BLOCKS}")
+        found = [f"{name} has failed and serves no more: {reason}" for name, reason in self.failures.items()]
+        if self.ending:
+            found.append(f"{self.ending}: the blocks that were served are kept")
+        if len(self.rounds) < LEAST_BLOCKS:
+            found.append(f"too short for its intervals: {len(self.rounds)} rounds, fewer than {LEAST_BLOCKS}")
+        if wide := self.unresolved():
+            found.append(f"not resolved to {100 * RESOLUTION:g}%: {', '.join(wide)}")
         late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
         if late > 0.1:
             found.append(f"the load generator itself was late by {late:.2f} s (99th percentile of a block)")
@@ -151,27 +162,44 @@ class Comparison:
 
 def run_rounds(
     comparison: Comparison,
-    serve_round: Callable[[int, Sequence[str]], Round],
+    serve: Callable[[int, str], BlockFigures],
     clock: Callable[[], float],
     time_is_up: float,
     max_rounds: int,
-    say: Callable[[str], None],
+    keep: Callable[[], None],
     seed: int = 0,
 ) -> None:
-    """Add rounds until time_is_up; Ctrl-C keeps the complete ones.
+    """Add rounds until all ratios are resolved, or until time_is_up. keep: called after each round.
 
-    A round is not started if, by the mean duration so far, it would end after time_is_up.
+    A round is not started if, by the mean duration so far, it would end after time_is_up. A policy that fails is left out
+    from then on; with the first, which the others are compared with, the rounds end. Ctrl-C and a worker that ends keep all
+    blocks that were served.
     """
     begun = clock()
     for number in range(1, max_rounds + 1):
-        if number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up:
+        order = [name for name in comparison.policies if name not in comparison.failures]
+        is_late = number > 1 and clock() + (clock() - begun) / (number - 1) > time_is_up
+        is_resolved = number > LEAST_BLOCKS and not comparison.unresolved()
+        if is_late or is_resolved or comparison.ending or comparison.policies[0] not in order:
             break
-        order = list(comparison.policies)
         random.Random(f"{seed}:{number}").shuffle(order)
+        comparison.rounds.append(one := Round(number, tuple(order)))
+        serve_round(comparison, one, serve)
+        if not one.blocks:
+            comparison.rounds.pop()
+        keep()
+
+
+def serve_round(comparison: Comparison, one: Round, serve: Callable[[int, str], BlockFigures]) -> None:
+    """Serve one block by every policy of the round, and note what fails or ends it."""
+    for name in one.order:
         try:
-            comparison.rounds.append(serve_round(number, order))
+            one.blocks[name] = serve(one.number, name)
+        except PolicyFailedError as error:
+            comparison.failures[name] = str(error)
+        except WorkerEndedError as error:
+            comparison.ending = f"the worker ended while {name} served ({error})"
+            return
         except KeyboardInterrupt:
-            if not comparison.rounds:
-                raise
-            say("interrupted: the rounds that are complete are kept")
-            break
+            comparison.ending = "interrupted"
+            return

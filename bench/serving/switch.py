@@ -2,9 +2,9 @@
 
     python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target", "profile": null}'
 
-It is an ordinary worker that also reads commands from its parent on stdin, which select the engine's policy. The control
-client of `adaptive` receives only the steps that `adaptive` chose. Between policies nothing runs, and cached prompts are
-dropped, so that a later policy has no advantage.
+It is an ordinary worker that also reads commands from its parent on stdin, which select the engine's policy. Each learning
+policy has a control client of its own, which receives only the steps that this policy chose. Between policies nothing runs,
+and cached prompts are dropped, so that a later policy has no advantage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +40,12 @@ SETTLE_S = 0.05  # for the engine's thread to end the step that finished the las
 class Desk:
     """Executes commands, one JSON line each, and answers each with one line.
 
-    client: control client of `adaptive`. connection: its task. Both are None before it learns.
+    learners: by policy, its control client and that client's task.
     """
 
     config: WorkerConfig
     front: AsyncEngine
-    client: ControlClient | None = None
-    connection: asyncio.Task[None] | None = None
+    learners: dict[str, tuple[ControlClient, asyncio.Task[None]]] = field(default_factory=dict)
 
     async def run(self, commands: asyncio.StreamReader) -> None:
         """Answer commands until the parent closes the pipe or ends; then end the worker as by SIGTERM."""
@@ -64,15 +63,16 @@ class Desk:
         verbs: dict[str, Callable[..., Any]] = {"learn": self.learn, "use": self.use}
         await verbs[command.pop("do")](**command)
 
-    async def learn(self, controller: str) -> None:
-        """Connect a control client to the controller at that address."""
-        client = self._client(controller=controller, worker_id="adaptive")
-        self.client, self.connection = client, asyncio.create_task(client.run(at(controller)))
+    async def learn(self, policy: str, controller: str, seeded: bool) -> None:
+        """Connect a control client to the controller at that address. seeded: True to start from the profile's table."""
+        profile = self.config.profile if seeded else None
+        client = self._client(controller=controller, worker_id=policy, profile=profile)
+        self.learners[policy] = client, asyncio.create_task(client.run(at(controller)))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"the worker has not joined {controller}")
 
     async def use(self, policy: str) -> None:
         """Switch the engine to a policy once it is idle."""
-        chooser = self._learner() if policy == "adaptive" else self._client(policy=policy)
+        chooser = self._learner(policy) if policy in self.learners else self._client(policy=policy)
         engine = self.front.engine
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
@@ -82,10 +82,11 @@ class Desk:
                 model.pool.forget()
 
     async def close(self) -> None:
-        """End the control client."""
-        if self.connection is not None:
-            self.connection.cancel()
-            await asyncio.gather(self.connection, return_exceptions=True)
+        """End the control clients."""
+        connections = [connection for _, connection in self.learners.values()]
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     def _client(self, **changes: Any) -> ControlClient:
         """The control client of a worker with these settings."""
@@ -94,14 +95,13 @@ class Desk:
         engine = self.front.engine
         return make_control(replace(self.config, **changes), engine.pair, engine)
 
-    def _learner(self) -> ControlClient:
+    def _learner(self, policy: str) -> ControlClient:
         """Raises PartFailedError if the control client has ended: without it the policy does not learn."""
-        if self.client is None or self.connection is None:
-            raise ValueError("nothing learns yet")
-        if self.connection.done():
-            error = None if self.connection.cancelled() else self.connection.exception()
+        client, connection = self.learners[policy]
+        if connection.done():
+            error = None if connection.cancelled() else connection.exception()
             raise PartFailedError(f"the control client has ended: {error or 'without a reason'}")
-        return self.client
+        return client
 
     def _is_idle(self) -> bool:
         load = self.front.engine.load()

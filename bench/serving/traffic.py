@@ -1,77 +1,150 @@
 """Workloads: when requests arrive, and their prompts and lengths.
 
-A workload is a recipe for blocks of some seconds. Every policy serves the same block before the next one is drawn, so that
-a slow minute of the machine affects all of them; the next block follows the same recipe from another seed.
-Rates are given as load, a share of the machine's capacity, so that a workload means the same on a laptop and on a GPU.
-Capacity is the rate of generated tokens at the best fixed length with every slot busy.
+A workload is a recipe for blocks. Every policy serves the same block before the next one is drawn, so that a slow minute of
+the machine affects all of them; the next block follows the same recipe from another seed.
+
+In a closed loop a request is sent when fewer than a given number are under way, and the block goes through stages of
+different concurrency and text. In an open loop requests arrive at rates that are given as load, a share of the machine's
+capacity, so that a workload means the same on a laptop and on a GPU. Capacity is the rate of generated tokens at the best
+fixed length with every slot busy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-MEAN_OUTPUT_TOKENS = 64
 # Kinds of prompts for chat models, with texts in chat.toml.
 CHAT_KINDS = ("chat-instruction", "chat-turns", "chat-code", "chat-edit", "chat-summary", "chat-extract")
+# Answers of models that continue source code have lengths that are drawn, log-normal as in traces of chat traffic.
+MEAN_OUTPUT_TOKENS, SHORTEST_OUTPUT = 64, 8
+# A chat model ends its answers by itself, or is stopped here.
+MEAN_CHAT_TOKENS, LONGEST_CHAT_TOKENS = 128, 384
+
+Kinds = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix of requests. kinds: with shares that add up to 1. temperatures: used equally often.
+    """A mix of requests. kinds, chat_kinds: of a model that continues text, and of a chat model; shares add up to 1.
 
-    mean_tokens: mean length of an answer. most_tokens: limit of an answer that the model ends by itself; None: the length is
-    drawn, and end tokens are ignored.
+    temperatures: used equally often. sigma, longest: of the output lengths that are drawn. prompt_scale: times the tokens
+    of PROMPT_TOKENS.
     """
 
-    kinds: tuple[tuple[str, float], ...]
-    temperatures: tuple[float, ...] = (0.0,)
-    mean_tokens: float = MEAN_OUTPUT_TOKENS
-    most_tokens: int | None = None
+    kinds: Kinds
+    chat_kinds: Kinds
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    sigma: float = 0.6
+    longest: int = 192
+    prompt_scale: int = 1
 
 
 MIXED = Mix(
-    (("code", 0.3), ("edit", 0.2), ("extract", 0.1), ("quote", 0.05), ("prose", 0.1), ("chat", 0.25)), (0.0, 0.7, 1.0)
+    (("code", 0.3), ("edit", 0.2), ("extract", 0.1), ("quote", 0.05), ("prose", 0.1), ("chat", 0.25)),
+    tuple((kind, 1 / len(CHAT_KINDS)) for kind in CHAT_KINDS),
 )
-COPYING = Mix((("edit", 0.6), ("extract", 0.2), ("quote", 0.2)))
-CHAT = Mix(tuple((kind, 1 / len(CHAT_KINDS)) for kind in CHAT_KINDS), (0.0, 0.7, 1.0), mean_tokens=128, most_tokens=384)
+COPYING = Mix(
+    (("edit", 0.6), ("extract", 0.2), ("quote", 0.2)), (("chat-edit", 0.6), ("chat-extract", 0.4)), temperatures=(0.0,)
+)
+# Text that does not repeat itself: n-grams find little.
+FRESH = Mix(
+    (("code", 0.4), ("prose", 0.3), ("chat", 0.3)),
+    (("chat-instruction", 0.4), ("chat-turns", 0.3), ("chat-summary", 0.3)),
+    temperatures=(0.7, 1.0),
+)
+# Turns of agents, which quote the files and the tool output that they are sent.
+QUOTING = replace(COPYING, temperatures=(0.0, 0.7), prompt_scale=3)
+# A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about ten times the mean.
+LONG_TAILED = replace(MIXED, sigma=1.0, longest=640)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of a closed loop. mixes: each with the number of its requests under way. num_requests: in the stage."""
+
+    mixes: tuple[tuple[int, Mix], ...]
+    num_requests: int
+
+    @property
+    def at_once(self) -> int:
+        return sum(number for number, _ in self.mixes)
+
+
+def stage(*mixes: tuple[int, Mix], base: int = 8, per_slot: int = 3) -> Stage:
+    """A stage with similar seconds of work at every concurrency."""
+    return Stage(mixes, base + per_slot * sum(number for number, _ in mixes))
+
+
+def falling(mix: Mix, *sizes: int) -> tuple[Stage, ...]:
+    """A fixed concurrency for a while, then the next smaller one: few requests of one stage run into the next."""
+    return tuple(stage((size, mix), base=16, per_slot=4) for size in sizes)
+
 
 # The paper's traffic: sparse and intense stretches take turns, here twice in a block. (Share of the block, load.)
 ALTERNATING = ((0.3, 0.15), (0.2, 0.8)) * 2
 GROWING = (1.0, 2.0, 3.0, 4.0)
-# The largest first: as it ends it passes through all smaller sizes, so that the warm-up round covers them.
-FALLING = (16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class TrackRecipe:
     """Recipe for the blocks of a named workload.
 
-    at_once: requests under way, one number a block, in turn; the next request is sent when one ends. Empty: requests
-    arrive at the loads of ALTERNATING. burstiness: coefficients of variation of the gaps between arrivals, gamma
-    distributed, one a block, in turn; 1 is Poisson, more is burstier.
+    stages: of a closed loop; empty: requests of `mix` arrive at the loads of ALTERNATING. block_s: seconds that a block of
+    arrivals takes, and that one of stages takes roughly. burstiness: coefficients of variation of the gaps between arrivals,
+    gamma distributed, one a block, in turn; 1 is Poisson, more is burstier.
     """
 
     summary: str
-    mix: Mix
-    block_s: float = 10.0
-    at_once: tuple[int, ...] = ()
+    block_s: float
+    stages: tuple[Stage, ...] = ()
+    mix: Mix = MIXED
     burstiness: tuple[float, ...] = (1.0,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of requests under way in the stages, in rising order."""
+        return tuple(sorted({one.at_once for one in self.stages}))
 
 
 TRACKS: dict[str, TrackRecipe] = {
     "mixed": TrackRecipe(
-        "all kinds of requests at temperatures 0, 0.7 and 1; sparse and intense stretches take turns, burstiness grows",
-        MIXED,
+        "all kinds of requests arrive; sparse and intense stretches take turns, burstiness grows",
+        10.0,
         burstiness=GROWING,
     ),
-    "closed": TrackRecipe("mixed requests at a fixed concurrency", MIXED, 5.0, FALLING),
-    "closed-wide": TrackRecipe("as closed, up to 32 at a time", MIXED, 5.0, (32, 16, 4, 1)),
-    "closed-copying": TrackRecipe("edits, extraction and quotes at a fixed concurrency", COPYING, 5.0, FALLING),
-    "chat": TrackRecipe("a chat model that ends its answers; sparse and intense stretches take turns", CHAT, 40.0),
-    "closed-chat": TrackRecipe("a chat model that ends its answers, at a fixed concurrency", CHAT, 40.0, FALLING),
+    "closed": TrackRecipe("all kinds of requests, 16 to 1 at a time", 25.0, falling(MIXED, 16, 8, 4, 2, 1)),
+    "closed-copying": TrackRecipe(
+        "edits, extraction and quotes, 16 to 1 at a time", 25.0, falling(COPYING, 16, 8, 4, 2, 1)
+    ),
+    "rollout": TrackRecipe(
+        "64 requests at once whose outputs have a long tail; the time until the last one ends counts",
+        4.0,
+        (Stage(((64, LONG_TAILED),), 64),),
+    ),
+    "agents": TrackRecipe(
+        "1 to 4 agents quote files and tool output, and a chat load next to them swells to 16 and falls",
+        20.0,
+        tuple(
+            stage(*((number, mix) for number, mix in ((agents, QUOTING), (chats, FRESH)) if number))
+            for agents, chats in ((1, 0), (2, 2), (4, 0), (3, 8), (2, 16), (4, 8), (1, 3), (2, 0), (1, 1))
+        ),
+    ),
+    "day": TrackRecipe(
+        "1 to 32 requests at a time and back, of text that repeats itself for a while and then does not",
+        30.0,
+        tuple(
+            stage((size, mix))
+            for mix, sizes in (
+                *((COPYING, (1, 2)), (FRESH, (4, 8)), (COPYING, (16, 32))),
+                *((FRESH, (32, 16)), (COPYING, (8, 4)), (FRESH, (2, 1))),
+            )
+            for size in sizes
+        ),
+    ),
 }
 
 
@@ -82,9 +155,6 @@ def recipe_of(track: str) -> TrackRecipe:
     return TRACKS[track]
 
 
-# Output lengths are log-normal, as in traces of chat traffic, and bounded so that no request outlasts a block by much.
-OUTPUT_SIGMA = 0.6
-OUTPUT_RANGE = (8, 192)
 PROMPT_TOKENS = {
     "code": (24, 40, 64, 96),
     "prose": (24, 40, 64, 96),
@@ -94,8 +164,6 @@ PROMPT_TOKENS = {
 }
 # A conversation's next turn sends all earlier turns again, and as many new tokens.
 FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
-# Requests of a closed loop: similar seconds of work at every concurrency, and long compared with its end.
-CLOSED_REQUESTS, CLOSED_REQUESTS_PER_ROW = 16, 4
 MAX_ARRIVALS = 100_000
 MAX_DRAWS = 20
 
@@ -105,7 +173,8 @@ class Arrival:
     """One request. The same prompt_seed, kind and prompt_tokens give the same prompt.
 
     Turns of one conversation share the seed, and each prompt begins with the previous one. prompt_tokens: 0 if the text
-    decides. output_tokens: the maximum if ends_itself, which means that the model ends its answer.
+    decides. output_tokens: the maximum if ends_itself, which means that the model ends its answer. at_once: in a closed
+    loop, the request is sent when fewer than this many are under way, and at_s is 0; None: it is sent at at_s.
     """
 
     at_s: float
@@ -116,26 +185,28 @@ class Arrival:
     temperature: float = 0.0
     sampling_seed: int = 0
     ends_itself: bool = False
+    at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Arrivals in order of time, all before duration_s. number: of its round.
-
-    at_once: concurrency of a closed loop, which ignores at_s; None: an open loop.
-    """
+    """Arrivals in the order in which they are sent. number: of its round. duration_s: nominal for a closed loop."""
 
     track: str
     number: int
     duration_s: float
     arrivals: tuple[Arrival, ...]
-    at_once: int | None = None
 
 
 def make_block(
-    track: str, capacity_tokens_per_s: float, number: int = 0, seed: int = 0, duration_s: float | None = None
+    track: str,
+    capacity_tokens_per_s: float,
+    number: int = 0,
+    seed: int = 0,
+    duration_s: float | None = None,
+    chat: bool = False,
 ) -> Block:
-    """Draw a block. duration_s scales all stretches of the recipe.
+    """Draw a block. duration_s scales all stretches and stages of the recipe. chat: for a chat model.
 
     Raises ValueError for an unknown workload, a capacity or duration that is not positive, or a block without arrivals.
     """
@@ -144,38 +215,44 @@ def make_block(
     for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the {what} of a track is {value:g}; it must be above 0")
-    if recipe.at_once:
-        return closed_block(track, recipe, number, seed, seconds)
-    rate = capacity_tokens_per_s / recipe.mix.mean_tokens
+    if recipe.stages:
+        rng, turns = np.random.default_rng([seed, number]), Conversations(np.random.default_rng([seed, number, 1]))
+        drawn = [draw_stage(rng, one, seconds / recipe.block_s, chat, turns) for one in recipe.stages]
+        return Block(track, number, seconds, tuple(arrival for stretch in drawn for arrival in stretch))
+    rate = capacity_tokens_per_s / (MEAN_CHAT_TOKENS if chat else MEAN_OUTPUT_TOKENS)
     expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
         raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --capacity or --block-s")
     # Bursty traffic may leave a short block empty: then it is drawn again.
     for attempt in range(MAX_DRAWS):
         rng = np.random.default_rng([seed, number, attempt])
-        if arrivals := draw_arrivals(rng, recipe, rate, seconds, number):
+        if arrivals := draw_arrivals(rng, recipe, rate, seconds, number, chat):
             return Block(track, number, seconds, tuple(arrivals))
     raise ValueError(f"no request arrives in {seconds:g} s at this load: use a longer --block-s")
 
 
-def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, seconds: float) -> Block:
-    """A closed loop's requests. seconds: scales their number relative to the recipe's duration."""
-    at_once = recipe.at_once[number % len(recipe.at_once)]
-    wanted = (CLOSED_REQUESTS + CLOSED_REQUESTS_PER_ROW * at_once) * seconds / recipe.block_s
-    times = np.zeros(min(MAX_ARRIVALS, max(at_once, round(wanted))))
-    arrivals = draw_requests(np.random.default_rng([seed, number]), times, recipe.mix)
-    return Block(track, number, seconds, tuple(arrivals), at_once)
+def draw_stage(rng: np.random.Generator, stage: Stage, scale: float, chat: bool, turns: Conversations) -> list[Arrival]:
+    """The requests of a stage in random order. scale: times their number in the recipe."""
+    wanted = min(MAX_ARRIVALS, max(1, round(stage.num_requests * scale)))
+    shares = np.cumsum([number / stage.at_once for number, _ in stage.mixes])
+    counts = np.diff(np.round(wanted * shares).astype(int), prepend=0)
+    found = [
+        replace(arrival, at_once=stage.at_once)
+        for (_, mix), count in zip(stage.mixes, counts, strict=True)
+        for arrival in draw_requests(rng, np.zeros(count), mix, chat, turns)
+    ]
+    return [found[place] for place in rng.permutation(len(found))]
 
 
 def draw_arrivals(
-    rng: np.random.Generator, recipe: TrackRecipe, rate: float, seconds: float, number: int
+    rng: np.random.Generator, recipe: TrackRecipe, rate: float, seconds: float, number: int, chat: bool
 ) -> list[Arrival]:
     """Arrivals of an open loop. rate: requests per second at a load of 1."""
     arrivals: list[Arrival] = []
     start, turns, cv = 0.0, Conversations(rng), recipe.burstiness[number % len(recipe.burstiness)]
     for share, load in ALTERNATING:
         times = start + arrival_times(rng, rate * load, share * seconds, cv)
-        arrivals.extend(draw_requests(rng, times, recipe.mix, turns))
+        arrivals.extend(draw_requests(rng, times, recipe.mix, chat, turns))
         start += share * seconds
     return arrivals
 
@@ -199,25 +276,25 @@ def arrival_times(rng: np.random.Generator, rate: float, length_s: float, cv: fl
 
 
 def draw_requests(
-    rng: np.random.Generator, times: np.ndarray, mix: Mix, turns: Conversations | None = None
+    rng: np.random.Generator, times: Sequence[float] | np.ndarray, mix: Mix, chat: bool, turns: Conversations
 ) -> list[Arrival]:
-    """One request for each of these times. turns: open conversations; None: none yet."""
-    names, shares = zip(*mix.kinds, strict=True)
+    """One request for each of these times. turns: open conversations."""
+    names, shares = zip(*(mix.chat_kinds if chat else mix.kinds), strict=True)
     kinds = rng.choice(names, size=len(times), p=shares)
     temperatures = rng.choice(mix.temperatures, size=len(times))
-    mean_log = math.log(MEAN_OUTPUT_TOKENS) - OUTPUT_SIGMA**2 / 2
-    outputs = np.clip(rng.lognormal(mean_log, OUTPUT_SIGMA, size=len(times)), *OUTPUT_RANGE).astype(int)
-    turns = Conversations(rng) if turns is None else turns
+    mean_log = math.log(MEAN_OUTPUT_TOKENS) - mix.sigma**2 / 2
+    lengths = rng.lognormal(mean_log, mix.sigma, size=len(times))
+    outputs = np.clip(lengths, SHORTEST_OUTPUT, mix.longest).astype(int)
     found = []
     for at_s, kind, output, temperature in zip(times, kinds, outputs, temperatures, strict=True):
-        seed, tokens = (
-            turns.next() if kind == "chat" else (draw_seed(rng), int(rng.choice(PROMPT_TOKENS.get(kind, (0,)))))
-        )
+        seed, tokens = draw_seed(rng), mix.prompt_scale * int(rng.choice(PROMPT_TOKENS.get(kind, (0,))))
+        if kind == "chat":
+            seed, tokens = turns.next()
         arrival = Arrival(
             round(float(at_s), 6), str(kind), seed, tokens, int(output), float(temperature), draw_seed(rng)
         )
-        if mix.most_tokens is not None:
-            arrival = replace(arrival, output_tokens=mix.most_tokens, ends_itself=True)
+        if chat:
+            arrival = replace(arrival, output_tokens=LONGEST_CHAT_TOKENS, ends_itself=True)
         found.append(arrival)
     return found
 

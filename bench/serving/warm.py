@@ -1,4 +1,4 @@
-"""One warm worker whose policies take turns, and a controller for `adaptive`."""
+"""One warm worker whose policies take turns, and a controller for each policy that learns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import Any
 
 import grpc
 
+from speclen.bench.serving.rounds import PolicyFailedError, WorkerEndedError
 from speclen.cli.profile_import import import_request, send
 from speclen.cli.support.client import Client
 from speclen.cli.support.database import copy_database
 from speclen.cli.support.output import UserError
 from speclen.cli.support.processes import Child, without_settings
 from speclen.records import ContextKey
-from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
+from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.config import WorkerConfig
 from speclen.worker.profiling.file import read_document
 
@@ -41,12 +42,12 @@ def free_address() -> str:
 
 @dataclass(slots=True)
 class WarmWorker:
-    """Worker and controller for the length of a `with` block; logs and database are deleted with it."""
+    """Worker and controllers for the length of a `with` block; logs and databases are deleted with it."""
 
     settings: WorkerConfig
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
-    controller: Child | None = None
+    controllers: list[Child] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
     # One event loop for all requests: gRPC's event queue stays bound to the first loop that uses it.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -64,37 +65,47 @@ class WarmWorker:
     ) -> None:
         self.stop()
 
-    def learn(self) -> None:
-        """Start a controller for `adaptive` and connect the worker. Raises UserError if it does not start."""
-        address, log = free_address(), Path(self.folder.name) / "controller.log"
-        arguments = ["controller", "--listen", address, "--db", str(self._database)]
-        self.controller = Child("controller", arguments, address, log, takes_settings=False)
-        self.controller.start()
-        self.controller.wait_until_serving(START_TIMEOUT_S)
-        if self.settings.profile is not None:  # one measured in another context is only a starting point
-            known = self.context()
+    def learn(self, policy: str, seeded: bool) -> None:
+        """Start a controller for a policy and connect the worker. Raises UserError if it does not start.
+
+        seeded: True to give the profile to the controller and start from its table.
+        """
+        address, log = free_address(), Path(self.folder.name) / f"{policy}.log"
+        arguments = ["controller", "--listen", address, "--db", str(self._database(policy))]
+        controller = Child("controller", arguments, address, log, takes_settings=False)
+        self.controllers.append(controller)
+        controller.start()
+        controller.wait_until_serving(START_TIMEOUT_S)
+        if seeded and self.settings.profile is not None:  # one measured in another context is only a starting point
+            known = self.model_info().context
             context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
             send(import_request(read_document(self.settings.profile).profile, context), address, Client())
-        self._tell(do="learn", controller=address)
+        self._tell(do="learn", policy=policy, controller=address, seeded=seeded)
 
     def use(self, policy: str) -> None:
-        """Wait until the worker is idle and switch it to this policy; cached prompts are dropped."""
+        """Wait until the worker is idle and switch it to this policy; cached prompts are dropped.
+
+        Raises PolicyFailedError if the policy cannot serve, WorkerEndedError if none can.
+        """
         self._tell(do="use", policy=policy)
 
-    def keep_reports(self, target: Path) -> None:
-        """Copy the database of `adaptive`. Raises UserError if it cannot be written."""
+    def keep_reports(self, policy: str, target: Path) -> None:
+        """Copy the database of a policy that learns. Raises UserError if it cannot be written."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        copy_database(self._database, target)
+        copy_database(self._database(policy), target)
 
-    def context(self) -> control_pb2.ContextKey:
-        """Context key of this worker's models and machine."""
+    def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        """This worker's models, with their context key."""
         with grpc.insecure_channel(self.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            return stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
+            info: generation_pb2.GetModelInfoResponse = stub.GetModelInfo(
+                generation_pb2.GetModelInfoRequest(), timeout=10.0
+            )
+            return info
 
     def stop(self) -> None:
-        if self.controller is not None:
-            self.controller.stop(STOP_TIMEOUT_S)
+        for controller in self.controllers:
+            controller.stop(STOP_TIMEOUT_S)
         if self.process is not None:
             self.process.terminate()
             try:
@@ -108,9 +119,8 @@ class WarmWorker:
         self.runner.close()
         self.folder.cleanup()
 
-    @property
-    def _database(self) -> Path:
-        return Path(self.folder.name) / "speclen.db"
+    def _database(self, policy: str) -> Path:
+        return Path(self.folder.name) / f"{policy}.db"
 
     @property
     def _log(self) -> Path:
@@ -146,7 +156,7 @@ class WarmWorker:
         raise UserError(f"the worker did not start: {self.last_line()}")
 
     def _tell(self, **command: Any) -> None:
-        """Send one command. Raises UserError with the worker's answer if it fails."""
+        """Send one command. Raises PolicyFailedError with the worker's answer if it fails, or WorkerEndedError."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -157,6 +167,6 @@ class WarmWorker:
         except OSError:
             answer = ""
         if not answer:
-            raise UserError(f"the worker has ended: {self.last_line()}")
+            raise WorkerEndedError(self.last_line())
         if not (found := json.loads(answer))["ok"]:
-            raise UserError(f"the worker cannot {command['do']}: {found['error']}")
+            raise PolicyFailedError(found["error"])

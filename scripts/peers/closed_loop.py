@@ -12,9 +12,9 @@ from typing import NamedTuple
 from program import Server
 
 from speclen.bench.serving.prompts import ChatPrompts
-from speclen.bench.serving.traffic import CHAT
+from speclen.bench.serving.traffic import CHAT_KINDS, LONGEST_CHAT_TOKENS
 
-SET = 3 * len(CHAT.kinds)  # requests: each kind as often
+SET = 3 * len(CHAT_KINDS)  # requests: each kind as often
 
 
 class Answer(NamedTuple):
@@ -35,9 +35,9 @@ def closed_loop(
     numbers, answers, failed = itertools.count(), list[Answer](), threading.Event()
 
     def ask(number: int) -> Answer:
-        kind, _ = CHAT.kinds[number % len(CHAT.kinds)]
+        kind = CHAT_KINDS[number % len(CHAT_KINDS)]
         messages, begin = prompts.messages(kind, first_seed + number), time.monotonic()
-        return Answer(server.ask(messages, CHAT.most_tokens or 0), time.monotonic() - begin)
+        return Answer(server.ask(messages, LONGEST_CHAT_TOKENS), time.monotonic() - begin)
 
     def client(_: int) -> None:
         try:
