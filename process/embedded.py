@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ DATABASE_NAME = "speclen.db"
 LOOK_S = 0.05  # between two looks at a lock, or for a controller that starts
 LOCK_PATIENCE_S = 0.5  # to take a lock that is held for an instant
 START_S = 60.0  # for a child to serve; a large database takes seconds to open
+EARLY_S = 600.0  # for which a controller that is started early is kept: for models to load
 MOST_LOG_BYTES = 1 << 20  # a longer log is begun again at the next start
 
 FindController = Callable[[], Awaitable[str]]  # HOST:PORT; raises what keeps a controller from being found
@@ -323,3 +325,26 @@ async def locked(database: Path, what: str) -> AsyncIterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# A start before the program that will use it can ask for it.
+
+
+def start_early() -> subprocess.Popen[bytes]:
+    """Start the controller in the background, without threads or sockets in this process.
+
+    A process of its own keeps the controller from ending: for EARLY_S, or until this process ends or drops the result.
+    Failures are silent: the program that will use the controller meets them again.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+if __name__ == "__main__":
+    with contextlib.closing(EmbeddedController()) as embedded, contextlib.suppress(ValueError, OSError):
+        asyncio.run(embedded.address())
+        select.select([sys.stdin], [], [], EARLY_S)

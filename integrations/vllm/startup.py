@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -55,14 +56,31 @@ def attempt(act: Callable[[], Any]) -> Any:
 
 def prepared(create: Create, arguments: Any, config: Any, table: Any) -> Any:
     """The configuration once more, with changed arguments; None for no changes. table: the user's."""
+    from speclen.integrations.vllm.settings import settings_from
+    from speclen.process.embedded import DATA_DIR, EMBEDDED
+
     changes = changes_to(config, table)
     if changes is None:
         return None
+    if settings_from(os.environ).controller == EMBEDDED:
+        start_controller(os.environ.get(DATA_DIR))
     arguments.speculative_config = {**(arguments.speculative_config or {}), TABLE: changes.pop(TABLE)}
     for name, value in changes.items():
         setattr(arguments, name, value)
     with keeping_table(config):
         return create(arguments)
+
+
+@cache
+def start_controller(data_dir: str | None) -> Any:
+    """Start the embedded controller while vLLM loads its models: a short run has few steps to learn from.
+
+    Returns the process that keeps it until the scheduler joins, which lives as long as the value: here, as this process.
+    data_dir: directory of the embedded controller, which is started once for each.
+    """
+    from speclen.process.embedded import start_early
+
+    return start_early()
 
 
 def changes_to(config: Any, table: Any) -> dict[str, Any] | None:

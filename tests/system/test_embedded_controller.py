@@ -19,7 +19,7 @@ import pytest
 
 from speclen.cli.support.client import is_listening
 from speclen.cli.support.processes import Child
-from speclen.process.embedded import EmbeddedController, serving
+from speclen.process.embedded import EmbeddedController, serving, start_early
 from speclen.store.database import Store
 from speclen.store.files import is_locked
 from speclen.v1 import generation_pb2 as pb
@@ -111,6 +111,18 @@ def test_programs_that_start_at_once_share_one_controller_which_ends_with_the_la
     until(lambda: not is_locked(database), 30)
     Store.open(database).close()
     assert (database.parent / "speclen.db.log").read_text().count(" serving on ") == 1
+
+
+def test_a_controller_that_is_started_early_is_kept_for_the_program_that_joins_it(database, monkeypatch):
+    monkeypatch.setenv("SPECLEN_DATA_DIR", str(database.parent))
+    early = start_early()
+    until(lambda: serving(database) is not None, 30, "the controller's start")
+    pid = process_of(database)
+    with programs(database.parent, 1) as (program,):
+        program.address()
+        early.communicate(timeout=30)  # as the end of the program that has started it early
+        program.ask()
+        assert process_of(database) == pid
 
 
 async def test_a_killed_controller_is_started_again_and_its_worker_keeps_the_last_table(database):

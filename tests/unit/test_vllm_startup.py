@@ -85,6 +85,18 @@ def test_a_configuration_that_is_refused_stays_as_it_is(arguments, changes):
     assert vars(config.speculative_config)[startup.TABLE] == vars(expected.speculative_config)[startup.TABLE]
 
 
+@pytest.mark.parametrize(
+    ("controller", "changes", "num_started"),
+    [("embedded", {}, 1), ("127.0.0.1:9", {}, 0), ("embedded", {"parallel_config__pipeline_parallel_size": 2}, 0)],
+)
+def test_an_embedded_controller_starts_while_vllm_loads(arguments, monkeypatch, controller, changes, num_started):
+    started = []
+    monkeypatch.setenv("SPECLEN_CONTROLLER", controller)
+    monkeypatch.setattr(startup, "start_controller", started.append)
+    created(arguments, **changes)
+    assert len(started) == num_started
+
+
 def test_one_length_is_a_table_of_it(arguments):
     config = created(arguments, table=None, speculative_config__num_speculative_tokens_per_batch_size=None)
     assert lengths_of(config) == [5] * 8
