@@ -1,16 +1,18 @@
 """Figures with their spread, from repeats that were run interleaved; and tables of tokens per second.
 
-As a program: python -m speclen.bench.figures RESULT.json... prints tokens per second by policy and number of requests.
+As a program: python -m speclen.bench.figures RESULT.json... prints tokens per second by policy and number of requests, and
+python -m speclen.bench.figures RESULT.json... --plot PICTURE.svg draws them over time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,51 @@ def as_table(name: str, rates: Rates) -> str:
     return "\n".join(lines)
 
 
+LEARNED = ("adaptive", "seeded", "profile")
+
+
+def best_constant(rounds: Sequence[Mapping[str, Any]]) -> str:
+    """The policy without a table that generated most tokens per second. Raises ValueError if there is none."""
+    names = [name for name in rounds[0]["blocks"] if name not in (*LEARNED, "none")]
+    rates = {name: total_rate([one["blocks"][name] for one in rounds if name in one["blocks"]]) for name in names}
+    return max(rates, key=lambda name: rates[name])
+
+
+def total_rate(blocks: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(block["num_tokens"] for block in blocks) / sum(block["seconds"] for block in blocks))
+
+
+def plot_over_time(document: Mapping[str, Any], out: Path) -> None:
+    """Draw tokens per second over the seconds of a block, means over rounds: adaptive, the best constant, none."""
+    from matplotlib.figure import Figure
+
+    rounds = document["rounds"]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    constant = best_constant(rounds)
+    for name, colour in (("adaptive", "tab:blue"), (constant, "tab:orange"), ("none", "tab:gray")):
+        blocks = [one["blocks"][name] for one in rounds if name in one["blocks"]]
+        end = max(len(block["tokens_by_s"]) for block in blocks)
+        seconds = [
+            statistics.fmean(block["tokens_by_s"][at] if at < len(block["tokens_by_s"]) else 0 for block in blocks)
+            for at in range(end)
+        ]
+        label = f"{name}: {total_rate(blocks):,.0f} tokens/s"
+        axes.step(range(end), seconds, where="post", color=colour, label=label)
+    axes.set_title(f"{document['track']}: {document['summary']}", fontsize=9)
+    axes.set(xlabel="seconds", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize=8)
+    figure.savefig(out, dpi=130)
+
+
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        if path.exists():
-            print(as_table(path.stem, json.loads(path.read_text())["tokens_per_s"]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="results of speclen bench serve")
+    parser.add_argument("--plot", type=Path, help="picture of the first result's tokens per second over time")
+    options = parser.parse_args()
+    documents = {path.stem: json.loads(path.read_text()) for path in options.results if path.exists()}
+    for name, document in documents.items():
+        if "tokens_per_s" in document:
+            print(as_table(name, document["tokens_per_s"]))
+    if options.plot is not None:
+        plot_over_time(documents[options.results[0].stem], options.plot)

@@ -56,13 +56,27 @@ def make_engine(
     plugin: bool = True,
     **changes: Any,
 ) -> Any:
-    """A vllm.LLMEngine for the target, as a user starts it. folder: for configurations and tokenizers, read from files.
-
-    table: lengths by batch size. speculative, changes: further settings of vLLM. A method other than draft_model brings a
-    draft of its own.
-    """
+    """A vllm.LLMEngine for the target, as a user starts it, with the arguments of `engine_arguments`."""
     from vllm import EngineArgs, LLMEngine
 
+    return LLMEngine.from_engine_args(
+        EngineArgs(**engine_arguments(models, folder, table, speculative, plugin, **changes))
+    )
+
+
+def engine_arguments(
+    models: Models,
+    folder: Path,
+    table: Sequence[Sequence[int]],
+    speculative: dict[str, Any],
+    plugin: bool = True,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Arguments of vLLM for the target, which it can load from now on.
+
+    folder: for configurations and tokenizers, read from files. table: lengths by batch size. speculative, changes: further
+    settings of vLLM. A method other than draft_model brings a draft of its own.
+    """
     if plugin:
         from speclen.integrations.vllm import register
 
@@ -88,7 +102,7 @@ def make_engine(
         "speculative_config": settings,
         "enforce_eager": models.device == "cpu",
     }
-    return LLMEngine.from_engine_args(EngineArgs(**(arguments | changes)))
+    return arguments | changes
 
 
 class Loop:

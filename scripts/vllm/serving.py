@@ -130,8 +130,8 @@ class Bench(Loop):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        drawer = PromptDrawer(load_tokenizer(DRY.target))
-        self.prompts = [drawer.draw("code", PROMPT_TOKENS, seed) for seed in range(NUM_PROMPTS)]
+        self.drawer = PromptDrawer(load_tokenizer(DRY.target))
+        self.prompts = [self.drawer.draw("code", PROMPT_TOKENS, seed) for seed in range(NUM_PROMPTS)]
         if self.steering is None:
             raise RuntimeError("the plugin is off from the start: the log above says why")
 
