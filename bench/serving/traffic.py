@@ -58,7 +58,7 @@ FRESH = Mix(
 )
 # Turns of agents, which quote the files and the tool output that they are sent.
 QUOTING = replace(COPYING, temperatures=(0.0, 0.7), prompt_scale=3)
-# A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about ten times the mean.
+# A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about six times the mean.
 LONG_TAILED = replace(MIXED, sigma=1.0, longest=640)
 
 
