@@ -31,13 +31,14 @@ Kinds = tuple[tuple[str, float], ...]
 class Mix:
     """A mix of requests. kinds, chat_kinds: of a model that continues text, and of a chat model; shares add up to 1.
 
-    temperatures: used equally often. sigma, longest: of the output lengths that are drawn. prompt_scale: times the tokens
-    of PROMPT_TOKENS.
+    temperatures: used equally often. mean_tokens, sigma, longest: of the output lengths that are drawn. prompt_scale: times
+    the tokens of PROMPT_TOKENS.
     """
 
     kinds: Kinds
     chat_kinds: Kinds
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    mean_tokens: int = MEAN_OUTPUT_TOKENS
     sigma: float = 0.6
     longest: int = 192
     prompt_scale: int = 1
@@ -58,8 +59,8 @@ FRESH = Mix(
 )
 # Turns of agents, which quote the files and the tool output that they are sent.
 QUOTING = replace(COPYING, temperatures=(0.0, 0.7), prompt_scale=3)
-# A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about six times the mean.
-LONG_TAILED = replace(MIXED, sigma=1.0, longest=640)
+# A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about five times the mean.
+LONG_TAILED = replace(MIXED, mean_tokens=128, sigma=1.0, longest=768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ TRACKS: dict[str, TrackRecipe] = {
     ),
     "rollout": TrackRecipe(
         "64 requests at once whose outputs have a long tail; the time until the last one ends counts",
-        4.0,
+        8.0,
         (Stage(((64, LONG_TAILED),), 64),),
     ),
     "agents": TrackRecipe(
@@ -219,7 +220,7 @@ def make_block(
         rng, turns = np.random.default_rng([seed, number]), Conversations(np.random.default_rng([seed, number, 1]))
         drawn = [draw_stage(rng, one, seconds / recipe.block_s, chat, turns) for one in recipe.stages]
         return Block(track, number, seconds, tuple(arrival for stretch in drawn for arrival in stretch))
-    rate = capacity_tokens_per_s / (MEAN_CHAT_TOKENS if chat else MEAN_OUTPUT_TOKENS)
+    rate = capacity_tokens_per_s / (MEAN_CHAT_TOKENS if chat else recipe.mix.mean_tokens)
     expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
         raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --capacity or --block-s")
@@ -282,7 +283,7 @@ def draw_requests(
     names, shares = zip(*(mix.chat_kinds if chat else mix.kinds), strict=True)
     kinds = rng.choice(names, size=len(times), p=shares)
     temperatures = rng.choice(mix.temperatures, size=len(times))
-    mean_log = math.log(MEAN_OUTPUT_TOKENS) - mix.sigma**2 / 2
+    mean_log = math.log(mix.mean_tokens) - mix.sigma**2 / 2
     lengths = rng.lognormal(mean_log, mix.sigma, size=len(times))
     outputs = np.clip(lengths, SHORTEST_OUTPUT, mix.longest).astype(int)
     found = []

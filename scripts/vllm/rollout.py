@@ -38,13 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, required=True, help="for everything, the engine's start included")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--block-s", type=float, help="scales the 64 requests, as with speclen bench serve")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SPECLEN_DATA_DIR"] = str(Path(folder) / "data")
         set_environment(DRY, "v1", "embedded")
         (rows,) = recipe_of(TRACK).sizes
-        rollouts = Rollouts(Path(folder), rows)
+        rollouts = Rollouts(Path(folder), rows, options.block_s)
         left_s = until - time.monotonic()
         rollouts.measure_table(left_s * PROFILE_SHARE)
         learned = rollouts.learn(time.monotonic() + left_s * LEARN_SHARE)
@@ -87,13 +88,13 @@ def compare(rollouts: Rollouts, until: float, out: Path, document: dict[str, Any
 class Rollouts:
     """An LLM with the plugin, and the rollouts that it runs. table: length by batch size, once measured."""
 
-    def __init__(self, folder: Path, rows: int) -> None:
+    def __init__(self, folder: Path, rows: int, block_s: float | None) -> None:
         from vllm import LLM
 
         table = [(1, 1, 5), (2, 2, 3), (3, 3, 1), (4, 4, 0), (5, rows, 3)]  # names all lengths
         self.llm = LLM(**engine_arguments(DRY, folder, table, {}, max_num_seqs=rows))
         self.bench = Bench(self.llm.llm_engine)
-        self.rows, self.table = rows, [0] * (rows + 1)
+        self.rows, self.block_s, self.table = rows, block_s, [0] * (rows + 1)
 
     def measure_table(self, seconds: float) -> None:
         """Set the table to the best fixed length at each of some batch sizes, in closed loops of other prompts."""
@@ -117,20 +118,23 @@ class Rollouts:
         return found
 
     def run(self, number: int, policy: str) -> float:
-        """Seconds of one rollout under a policy."""
+        """Seconds of one rollout under a policy.
+
+        Policies generate as many tokens, but not the same ones at temperatures above 0: requests have no seeds, since vLLM
+        0.32 fails on them on a CPU ("CPU Generator does not use offset").
+        """
         from vllm import SamplingParams
 
         self.bench.use(None if policy == "table" else POLICIES[policy])
         if policy == "table":
             self.bench.scheduler.steering = None
             self.bench.scheduler.dynamic_sd_lookup[:] = self.table
-        arrivals = make_block(TRACK, 1.0, number).arrivals
+        arrivals = make_block(TRACK, 1.0, number, duration_s=self.block_s).arrivals
         prompts = self.bench.drawer.for_arrivals(arrivals)
         params = [
             SamplingParams(
                 max_tokens=arrival.output_tokens,
                 temperature=arrival.temperature,
-                seed=arrival.sampling_seed,
                 ignore_eos=True,
                 detokenize=False,
             )
