@@ -57,8 +57,8 @@ FRESH = Mix(
     (("chat-instruction", 0.4), ("chat-turns", 0.3), ("chat-summary", 0.3)),
     temperatures=(0.7, 1.0),
 )
-# Turns of agents, which quote the files and the tool output that they are sent.
-QUOTING = replace(COPYING, temperatures=(0.0, 0.7), prompt_scale=3)
+# Turns of agents, which quote at length the files and the tool output that they are sent.
+QUOTING = replace(COPYING, temperatures=(0.0, 0.7), mean_tokens=128, longest=384, prompt_scale=3)
 # A batch job, such as the rollouts of reinforcement learning: the longest of 64 outputs has about five times the mean.
 LONG_TAILED = replace(MIXED, mean_tokens=128, sigma=1.0, longest=768)
 

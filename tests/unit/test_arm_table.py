@@ -48,7 +48,7 @@ def test_drafting_stops_at_another_load_and_resumes_after_some_steps():
     table, steady = table_of(*[3] * 8, *[0] * 8), SteadyDrafts()
     assert {steady.arm_for(table, 14) for _ in range(20)} == {PLAIN}
     lengths = [steady.arm_for(table, 2).speculation_length for _ in range(20)]
-    assert lengths == [0] * 3 + [3] * 17
+    assert lengths == [0] + [3] * 19
     lengths = [steady.arm_for(table, 9).speculation_length for _ in range(2 * CONTRARY_STEPS)]
     assert lengths == [3] * (CONTRARY_STEPS - 1) + [0] * (CONTRARY_STEPS + 1)
 
