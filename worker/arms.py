@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     pass
 
 DEFAULT_ARM = Arm(2)  # without profile or controller: rarely the best arm, rarely far from it
-# Drafting is switched once this many more steps asked for the switch than against it. At 12, a batch that shrank from 64 to 1
-# ran 3 to 7% of its small steps without the drafts that the table asks for; at 6 half of that, and the draft model catches up
-# on 0.1 tokens more per step.
+# Drafting is switched once this many more steps asked for the switch than against it. At 12, rollouts that shrank from 64 to
+# one sequence ran 3 to 7% of their small steps without the drafts that the table asks for; at 6 half of that, and the draft
+# model catches up on 0.1 tokens more per step.
 CONTRARY_STEPS = 6
 FAR = 3  # weight of a step if no nearby batch size agrees with the present mode: the load has changed
 NEAR = 0.125  # batch sizes within this share of the present one are nearby: their arms are nearly as good
