@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(promise: str) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
-    """Enter a function among the faults: its docstring says what it does, its result what was found.
+    """Register a function as a fault: its docstring says what it does, its result what was found.
 
     It raises AssertionError for a broken promise, CannotRunError where the fault cannot be made.
     """

@@ -1,4 +1,4 @@
-"""Real processes: one `speclen controller` and some `speclen worker`s with the bundled pair."""
+"""Real processes: a `speclen controller`, and `speclen worker`s with the bundled pair."""
 
 from __future__ import annotations
 
@@ -127,15 +127,15 @@ class Fleet:
         for program in self.programs:
             program.stop(0.0)
 
-    def wait_until_told(self, timeout_s: float = 60.0) -> None:
-        """Until every worker knows that all of its reports are on the disk."""
+    def wait_until_acknowledged(self, timeout_s: float = 60.0) -> None:
+        """Wait until every worker knows that all of its reports are on disk."""
         for worker in self.workers:
             until(lambda worker=worker: not worker.info().num_reports_buffered, timeout_s, "the last acknowledgement")
 
     def check_idle(self) -> None:
         """Check that every slot and every place in the queue is free again."""
         for worker in self.workers:
-            until(lambda worker=worker: worker.is_idle(), 30.0, f"that {worker.name} has all rows free")
+            until(lambda worker=worker: worker.is_idle(), 30.0, f"that {worker.name} has all slots free")
 
 
 def check_database(database: Path) -> int:

@@ -43,7 +43,7 @@ SEEDS: tuple[Message, ...] = (group(1, 3), registration(), PROFILE, GENERATE, TO
 
 
 class Targets:
-    """A controller's service and a worker's checks. Anything but a refusal in words comes out as an error."""
+    """A controller's service and a worker's checks. Any exception but a refusal is raised."""
 
     def __init__(self) -> None:
         store = Store.open(Path(mkdtemp(prefix="speclen-fuzz-")) / "speclen.db")
@@ -89,7 +89,7 @@ class Targets:
         check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH)
 
     def check(self) -> None:
-        """After all that, an honest worker is still learned from, and every number can be worked with."""
+        """A correct worker's reports are still learned from, and all estimates are finite."""
         worker = self.intake.register(read_registration(registration("honest", epoch=2**61)))
         assert not self.intake.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
         self.learner.learn(worker)
@@ -115,7 +115,7 @@ HTTP = (
 )
 
 
-@fault("Each is taken or refused in words; nothing is raised, and what was learned stays finite.")
+@fault("Each is accepted or refused with a reason; no exception is raised, and what was learned stays finite.")
 def fuzz(place: Place) -> str:
     """Messages with extreme fields and damaged bytes go straight into the controller's service and the worker's checks: a
     million of them in a full run."""
@@ -135,9 +135,10 @@ def fuzz(place: Place) -> str:
     return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
 
 
-@fault("Controller and worker answer each with a status and stay SERVING; a client next to them gets every token.")
+@fault("Controller and worker answer each with a status and stay SERVING; the client gets every token.")
 def fuzz_sockets(place: Place) -> str:
-    """Damaged and extreme messages go to a real controller and a real worker over gRPC and HTTP while a client asks."""
+    """Damaged and extreme messages are sent to a real controller and a real worker over gRPC and HTTP, while a client sends
+    requests."""
     front, counts = free_address(), Counter[str]()
     failures: list[BaseException] = []
     with Fleet(place, worker=["--http-listen", front]) as fleet:
@@ -198,7 +199,7 @@ def code_of(channel: grpc.Channel, method: str, data: bytes) -> str:
 
 
 def send_http(front: str, data: bytes) -> None:
-    """Send it, read what comes, and go."""
+    """Send it, read the answer, and close."""
     host, _, port = front.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         try:

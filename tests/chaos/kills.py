@@ -30,10 +30,10 @@ CONTEXTS = [
 ]
 
 
-@fault("What was acknowledged as durable is on the disk once, as it was sent, and the tables are a replay of it.")
+@fault("What was acknowledged as durable is on disk once, as it was sent, and the tables equal a replay of it.")
 def kill_controller(place: Place) -> str:
     """The controller is killed at random moments, while it starts, and at every step of a commit, while three workers
-    report, repeat groups and let them overtake each other."""
+    send reports twice and out of order."""
     points = [f"{step}:{place.dice.randint(1, 6)}" for step in doomed.STEPS]
     num_kills = max(len(points) + 4, int(place.seconds * KILLS_PER_S))
     plan = points + [""] * (num_kills - len(points))
@@ -96,9 +96,9 @@ def check_replay(database: Path) -> None:
             assert found == [each._replace(ms_per_token=0.0) for each in expected], "a replay gives another table"
 
 
-@fault("Workers go on serving, every token right, and hand in later what they have to report; not one report is lost.")
+@fault("Workers keep serving, every token is correct, and they send their reports later; no report is lost.")
 def kill_controller_under_load(place: Place) -> str:
-    """The controller is killed again and again beneath two real workers that serve eight clients."""
+    """The controller is killed repeatedly while two real workers serve eight clients."""
     num_kills = 0
     with Fleet(place, num_workers=2) as fleet:
         with Load([worker.address for worker in fleet.workers], 8, place.dice.randrange(2**20)) as load:
@@ -109,7 +109,7 @@ def kill_controller_under_load(place: Place) -> str:
                 time.sleep(place.dice.uniform(0.0, 1.0))
                 fleet.controller.start()
                 fleet.controller.wait_until_serving(START_S)
-        fleet.wait_until_told()
+        fleet.wait_until_acknowledged()
         fleet.check_idle()
     num_reports = check_database(fleet.database)
     return f"{num_kills} kills; {load.summary()}; {num_reports:,} reports on the disk, no gap, none twice"

@@ -1,4 +1,4 @@
-"""Clients that know the right answers: greedy outputs of the target alone, as transformers generates them."""
+"""Clients that know the correct answers: greedy outputs of the target alone, as transformers generates them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def complaint(prompt: int, max_tokens: int, responses: Sequence[pb.GenerateRespo
 
 
 class Load:
-    """Clients, each in a thread, that ask one thing after the other for the length of a `with` block.
+    """Clients, each in a thread, that send one request after the other for the length of a `with` block.
 
-    allowed: names of status codes that the fault explains; any other, and any wrong token, is a breach.
+    allowed: names of status codes that the fault explains; any other, and any wrong token, breaks the promise.
     """
 
     def __init__(self, addresses: Sequence[str], num_clients: int, seed: int, allowed: Sequence[str] = ()) -> None:
@@ -71,7 +71,7 @@ class Load:
         self._addresses, self._allowed = list(addresses), set(allowed)
         self._done = threading.Event()
         self._threads = [
-            threading.Thread(target=self._ask_for_ever, args=(random.Random(seed * 1000 + number),), daemon=True)
+            threading.Thread(target=self._ask_until_done, args=(random.Random(seed * 1000 + number),), daemon=True)
             for number in range(num_clients)
         ]
 
@@ -95,7 +95,7 @@ class Load:
         assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
         assert self.codes["OK"], "not one request was answered"
 
-    def _ask_for_ever(self, dice: random.Random) -> None:
+    def _ask_until_done(self, dice: random.Random) -> None:
         channels = [grpc.insecure_channel(address) for address in self._addresses]
         while not self._done.is_set():
             self._ask(dice.choice(channels), dice)

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 
 class BadNetwork:
-    """A TCP proxy. is_bad: it delays, cuts up and resets what passes. cut_until: nothing passes before this moment."""
+    """A TCP proxy. is_bad: delay, cut up and reset what passes. cut_until: nothing passes before this moment."""
 
     def __init__(self, target: str, dice: random.Random) -> None:
         self._target, self._dice = target, dice
@@ -76,11 +76,9 @@ def behind_a_proxy(fleet: Fleet, place: Place) -> BadNetwork:
     return network
 
 
-@fault(
-    "Every request is answered rightly meanwhile; the worker finds the controller again, and not one report is lost."
-)
+@fault("Every request is answered correctly meanwhile; the worker reconnects, and no report is lost.")
 def partition(place: Place) -> str:
-    """Between controller and worker nothing passes for a while, and no connection is closed."""
+    """For a while nothing passes between controller and worker, and no connection is closed."""
     longest_s = min(20.0, max(3.0, place.seconds / 5))
     fleet = Fleet(place)
     with behind_a_proxy(fleet, place) as network, fleet:
@@ -91,18 +89,18 @@ def partition(place: Place) -> str:
                 cut_s = place.dice.uniform(longest_s / 2, longest_s)
                 network.cut_until = time.monotonic() + cut_s
                 time.sleep(cut_s)
-        fleet.wait_until_told()
+        fleet.wait_until_acknowledged()
         fleet.check_idle()
     num_reports = check_database(fleet.database)
     return f"{num_cuts} partitions; {load.summary()}; {num_reports:,} reports on the disk, no gap, none twice"
 
 
 @fault(
-    "Reports arrive once each; a client whose connection broke gets UNAVAILABLE, all others every token; rows of broken "
-    "connections are free again."
+    "Each report arrives once; a client whose connection broke gets UNAVAILABLE, all others get every token; slots of "
+    "broken connections are freed."
 )
 def broken_connections(place: Place) -> str:
-    """A proxy between all of them delays, passes bytes one by one, and resets connections in the middle."""
+    """A proxy between all of them delays data, forwards single bytes, and resets connections midway."""
     fleet = Fleet(place)
     worker = fleet.workers[0]
     with behind_a_proxy(fleet, place) as network, fleet, BadNetwork(worker.address, place.dice) as near:
@@ -113,7 +111,7 @@ def broken_connections(place: Place) -> str:
                 time.sleep(1.0)
             until(lambda: network.num_reset >= 2, 120.0, "that connections are broken")
         network.is_bad = False
-        fleet.wait_until_told()
+        fleet.wait_until_acknowledged()
         fleet.check_idle()
         num_reset = near.num_reset + network.num_reset
     num_reports = check_database(fleet.database)

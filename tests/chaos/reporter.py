@@ -32,7 +32,7 @@ CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float3
 
 @lru_cache(maxsize=50_000)
 def step_report(worker: int, seq: int) -> pb.StepReport:
-    """Report number seq of a worker: always the same one, so that a repetition is a true one."""
+    """Report number seq of a worker: always the same one, so that repetitions are equal."""
     dice = np.random.default_rng((worker, seq))
     batch_size, length = 1 << int(dice.integers(6)), int(dice.integers(5))
     latency_s, histogram = World().draw(batch_size, length, dice)

@@ -10,11 +10,11 @@ import time
 import traceback
 from pathlib import Path
 
-from chaos import disk, fuzz, kills, network  # noqa: F401  (their faults enter themselves)
+from chaos import disk, fuzz, kills, network  # noqa: F401  (they register their faults)
 from chaos.fault import FAULTS, CannotRunError, Fault, Place
 
 HELP = "Cause every fault in real processes, and report for each whether its promise held, and what was found."
-FOLDER = Path(__file__).parents[2] / "build" / "chaos"  # what is left of faults whose promise was broken
+FOLDER = Path(__file__).parents[2] / "build" / "chaos"  # logs and databases of faults whose promise was broken
 
 
 def make(fault: Fault, seconds: float, seed: int) -> bool:

@@ -2,7 +2,7 @@
 
 import random
 
-import chaos.run  # noqa: F401  (faults enter themselves)
+import chaos.run  # noqa: F401  (registers the faults)
 import pytest
 from chaos.fault import FAULTS, CannotRunError, Place
 

@@ -11,7 +11,7 @@ from typing import Any
 from speclen.cli import app
 from speclen.store import database
 
-# What one commit's statements begin with, in their order; the last one comes when everybody has been told of it.
+# What one commit's statements begin with, in their order; the last one follows the answers to callers.
 STEPS = (
     *("BEGIN", "SAVEPOINT", "INSERT INTO contexts", "INSERT INTO workers", "INSERT INTO step_reports"),
     *("INSERT INTO prediction_windows", "DELETE FROM arm_estimates", "INSERT INTO arm_estimates"),

@@ -1,4 +1,4 @@
-"""Programs of others that tests start: they die with the test process, however it ends."""
+"""Other projects' programs that tests start: they end with the test process, however that ends."""
 
 import ctypes
 import signal

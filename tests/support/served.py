@@ -28,7 +28,7 @@ ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 class Served:
-    """An engine that runs, its service, also on a free port, and a stub."""
+    """A running engine, its service on a free port, and a stub."""
 
     def __init__(
         self, engine: Engine, parts: tuple[AsyncEngine, WorkerMetrics, GenerationServicer], port: int, stub: Any
@@ -52,7 +52,7 @@ class Served:
 def parts_of(
     engine: Engine, control: ControlClient, max_waiting: int, interval_s: float, unread_timeout_s: float
 ) -> tuple[AsyncEngine, WorkerMetrics, GenerationServicer]:
-    """The way from servers to an engine, and its metrics."""
+    """What lies between a server and an engine, and its metrics."""
     pair = engine.pair
     admission = Admission(pair, engine.max_context_length, engine.limits.max_batch_size, max_waiting)
     metrics = WorkerMetrics(engine, control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting)

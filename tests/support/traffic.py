@@ -48,7 +48,7 @@ class Traffic:
             engine.step()
         assert engine.load().num_kv_tokens_used == 0
         assert engines.DEVICE.type != "cpu" or engine.target.pool.num_bytes_held() == 0
-        assert cancelled > 3, "the test is about cancelled rows too"
+        assert cancelled > 3, "requests are cancelled, too"
         return requests, collected, chooser
 
     @staticmethod
@@ -63,7 +63,7 @@ class Traffic:
 
 
 def check_outputs(target: object, requests: list[GenerationRequest], collected: Collected) -> None:
-    """All are the target's own, and end where they should."""
+    """Check that all are the target's own, and end where they should."""
     num_ties = num_tokens = 0
     for one in requests:
         ids, reason = collected.ids(one.request_id), collected.reason(one.request_id)

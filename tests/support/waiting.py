@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
-# Seconds to wait for what has to happen: it bounds a hang, and is no measure of the machine, which others may share.
+# Seconds to wait for what has to happen: it bounds a hang and does not measure the machine, which may be shared.
 PATIENCE_S = 120.0
 
 
