@@ -194,10 +194,10 @@ def listening(*, worker: bool):
 def test_top_as_json_names_workers_that_do_not_answer_and_why():
     """Story: it printed null and ended with exit code 0, even for the address of a controller."""
     with listening(worker=True) as worker, listening(worker=False) as other:
-        nobody = speclen("top", "--json", "--worker", "127.0.0.1:1", "--worker", other)
-        assert (nobody.returncode, nobody.stdout) == (2, "")
-        assert "no worker answers at 127.0.0.1:1" in nobody.stderr
-        assert f"{other} is not a speclen worker" in nobody.stderr
+        neither = speclen("top", "--json", "--worker", "127.0.0.1:1", "--worker", other)
+        assert (neither.returncode, neither.stdout) == (2, "")
+        assert "no worker answers at 127.0.0.1:1" in neither.stderr
+        assert f"{other} is not a speclen worker" in neither.stderr
         some = speclen("top", "--json", "--worker", worker, "--worker", other)
         assert some.returncode == 0
         answers = json.loads(some.stdout)

@@ -99,7 +99,7 @@ async def test_probes_and_sampling_reach_the_worker(tmp_path):
 async def test_the_number_of_streams_is_bounded(tmp_path):
     async with served(tmp_path, max_streams=2) as at:
         first, _ = await opened(at, "a")
-        second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
+        second = await opened(at, "b")  # kept: a call without a reference is cancelled, which would make room
         code, details = await status_of(opened(at, "c"))
         assert (code, "try again later" in details) == ("RESOURCE_EXHAUSTED", True)
         assert (await at.stub.ReportStep(pb.ReportStepRequest(worker=identity("c"), report=report(1)))).applied_seq == 1

@@ -59,7 +59,7 @@ def test_fused_attention_equals_plain_attention(
     for number, start in zip(numbers.tolist(), starts.tolist(), strict=True):
         end = start + queries
         layer[number, :, :, :end] = randn(2, kv_heads, end, head_dim, dtype=dtype)
-        layer[number, :, :, end:] = torch.nan  # nobody reads on
+        layer[number, :, :, end:] = torch.nan  # never read
     query = randn(rows, heads, queries, head_dim, dtype=dtype)
     positions = starts[:, None] + torch.arange(queries, device=engines.DEVICE)
     found = fused.attend(query, numbers, positions, layer, 0.3, window, places)
@@ -148,7 +148,7 @@ def refused(*arguments: Any) -> NoReturn:
     raise OSError("no compiler\nand more")  # of no kind that CUDA's errors are
 
 
-# What computes something wrong is not noticed where nobody checks.
+# Without a check, wrong results cannot be noticed.
 @pytest.mark.parametrize(("add_norm", "checked"), [(wrong, True), (refused, True), (refused, False)])
 def test_kernels_that_fail_or_compute_wrongly_are_disabled(add_norm, checked, monkeypatch, caplog):
     """Found wrong before anything is served; found not to run, also later."""

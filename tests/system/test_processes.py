@@ -191,7 +191,7 @@ def test_interrupting_the_shutdown_leaves_no_process(tmp_path, first):
     parent.send_signal(first)
     assert parent.stdout.readline() == "stopping\n", "closing the terminal is like Ctrl-C"
     if first == signal.SIGHUP:
-        parent.send_signal(first)  # it comes twice, and is no impatience
+        parent.send_signal(first)  # it is sent twice, which is not a second Ctrl-C
         time.sleep(0.5)
         assert all(is_alive(pid) for pid in children)
     until((tmp_path / "told").exists)  # else the interrupt may come before the end has begun

@@ -104,7 +104,7 @@ def test_the_text_is_independent_of_how_tokens_are_split(name, skip):
     decode, special = make_decode(tokenizer, skip), tokenizer.eos_token_id
     for _ in range(400):
         ids = [generator.choice([special, *range(len(tokenizer))]) for _ in range(generator.randrange(1, 24))]
-        if generator.random() < 0.5:  # without bytes that are no text
+        if generator.random() < 0.5:  # without bytes that are not text
             ids = [token for token in ids if REPLACEMENT not in decode([token])]
         at = generator.randrange(len(ids) + 1)
         texts = {cut_randomly(Detokenizer(decode, ids[:at]), ids[at:], generator) for _ in range(4)}

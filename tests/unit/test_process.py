@@ -101,7 +101,7 @@ def test_each_of_several_tokens_identifies_its_holder(tmp_path):
     assert "" not in callers
     assert TOKEN not in str(callers)
     assert keyring.caller("Bearer no") is None
-    assert Keyring([TOKEN]).caller(f"Bearer {TOKEN}".encode()) == "", "one for all tells nobody apart"
+    assert Keyring([TOKEN]).caller(f"Bearer {TOKEN}".encode()) == "", "a token shared by all identifies nobody"
     with pytest.raises(ValueError, match="one"):
         ClientSecurity(token_file=file).metadata()
 

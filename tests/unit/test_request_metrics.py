@@ -55,7 +55,7 @@ def test_a_gap_is_observed_for_every_step_and_not_for_every_token(requests):
     assert value(requests, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
     assert value(requests, 'inter_token_latency_seconds_bucket{le="0.12"}') == 3
     timeline.saw(output(19.0, 3, 0, FinishReason.STOP, 1))
-    assert value(requests, "inter_token_latency_seconds_count") == 4, "an end without tokens is no step"
+    assert value(requests, "inter_token_latency_seconds_count") == 4, "an end without tokens is not a step"
     assert value(requests, "e2e_request_latency_seconds_sum") == 9.0
 
 

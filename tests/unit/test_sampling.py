@@ -74,7 +74,7 @@ def test_rejection_rule_reproduces_the_target_exactly(k, cap, zeros):
             reaching = sum(p for output, p in outputs.items() if len(output) >= length)
             for prefix in itertools.product(range(VOCAB), repeat=length):
                 begins = sum(p for output, p in outputs.items() if output[:length] == prefix)
-                # Outputs that end earlier go on in the next step from the same target: only the last token is new.
+                # Outputs that end earlier continue in the next step from the same target: only the last token is new.
                 head = sum(
                     p
                     for output, p in outputs.items()

@@ -106,7 +106,7 @@ def test_estimates_of_old_ranges_are_deleted(store):
 
 
 def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
-    """Of four sequences two show what they accepted: one token each beside the target's own."""
+    """Two of four sequences report what they accepted: one token each, next to the bonus token."""
     reports = [report(1, num_accepted_tokens=2, num_unobserved_sequences=2), report(2)]
     [sums] = sums_by_arm(reports)
     assert (sums["num_steps"], sums["sum_tokens"]) == (2, 2.0 + 2.0)

@@ -77,7 +77,7 @@ def test_prediction_error_compares_reports_with_the_estimates_that_came_before_t
         report(3, latency_s=3.0, flags="prefill", received_at=minute + 1),  # no usable sample
         report(4, latency_s=3.0, batch_size=9, num_accepted_tokens=0, received_at=minute + 1),  # no estimate yet
     ]
-    hindsight = estimate(2, step_s=0.5)  # of the same commit as the reports: knows them, so it is no prediction
+    hindsight = estimate(2, step_s=0.5)  # of the same commit as the reports, so it is not a prediction
     store_now(store, moment([4], reports=reports, arm_estimates=[hindsight]))
     [row] = view(store, "prediction_error")
     assert row["minute"] == time.strftime("%Y-%m-%d %H:%M", time.gmtime(minute))

@@ -91,7 +91,7 @@ def test_a_steady_batch_gives_usable_samples(length, histogram):
     assert last.latency_s == pytest.approx(0.02)
     assert last.flags == frozenset()
     assert last.decision_version == 3
-    # The first step is a prompt alone, which is no decoding step; the next one is the first of its shape.
+    # The first step is prefill alone, which is not a decoding step; the next one is the first of its shape.
     assert engine.results()[0].flags == {StepFlag.FIRST_USE}
     assert engine.steering.num_reported == len(engine.results())
 

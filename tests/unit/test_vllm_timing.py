@@ -221,10 +221,10 @@ def test_the_first_and_the_last_step_of_a_full_queue_are_not_usable(name, timed,
     queue.run([ArmChoice(Arm(3))] * 12)
     while queue.in_flight:
         queue.wait()
-    queue.now_s += 0.5  # nobody asked for anything
+    queue.now_s += 0.5  # there are no requests
     queue.run([ArmChoice(Arm(3))] * 4)
     assert "".join("-+"[not each.flags] for each in queue.records) == usable
-    assert max(each.latency_s for each in queue.records if not each.flags) < 0.1, "the wait is nobody's time"
+    assert max(each.latency_s for each in queue.records if not each.flags) < 0.1, "the wait is not step time"
 
 
 @pytest.mark.parametrize(
