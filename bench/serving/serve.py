@@ -62,7 +62,7 @@ def serve(
     try:
         plan = plan_of(target, max_batch_size, others)
         if reports is not None and not plan.learners:
-            raise ValueError(f"--reports {reports} keeps what a policy learns from: name adaptive with --compare")
+            raise ValueError(f"--reports {reports} keeps what `adaptive` or `seeded` reports: name it with --compare")
         document, comparison = run(plan, out, reports)
     except (ValueError, PolicyFailedError) as error:
         raise UserError(str(error)) from error
