@@ -13,7 +13,6 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import FullError, OldEpochError, Registration, UnregisteredError, Worker
 from speclen.controller.service.streams import StreamEndError, Streams, StreamSettings
@@ -81,15 +80,13 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def __init__(
         self,
-        intake: Intake,
         learner: Learner,
         settings: StreamSettings | None = None,
         identity: pb.ServerIdentity | None = None,
     ) -> None:
-        self.intake = intake
         self.learner = learner
         self.identity = identity or pb.ServerIdentity()
-        self.streams = Streams(intake, learner, self._find, settings)
+        self.streams = Streams(learner, self._find, settings)
         self.num_errors: Counter[tuple[str, str]] = Counter()
 
     @answering
@@ -98,7 +95,7 @@ class ControlServicer(rpc.ControlServiceServicer):
     ) -> pb.RegisterWorkerResponse:
         self._admit()
         check_run(request.run_id, self.identity)
-        worker = self.intake.register(registration(request))
+        worker = self.learner.register(registration(request))
         self.streams.end_old_epoch(worker)
         return pb.RegisterWorkerResponse(
             table=self.streams.table(worker),
@@ -113,7 +110,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         if not request.HasField("report"):
             raise InvalidMessageError("report", "report is missing; it must hold one step")
         worker = self._find(request.worker)
-        refusals = self.intake.take(worker, [request.report])
+        refusals = self.learner.take(worker, [request.report])
         if refusals:
             raise refusals[0]
         return self._next_arm(worker, request.report.batch_size)

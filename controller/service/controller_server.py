@@ -20,7 +20,6 @@ from grpc import aio
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimators
 from speclen.controller.service.control_servicer import ControlServicer
-from speclen.controller.service.intake import Intake
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registry
@@ -85,8 +84,8 @@ def open_store(config: ControllerConfig) -> Store:
         raise ValueError(str(error)) from error
 
 
-def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> tuple[Intake, Learner]:
-    """Make estimator, registry and journal from the stored state. Raises ValueError."""
+def create_service(config: ControllerConfig, store: Store, stored: StoredState) -> Learner:
+    """Make a learner with estimator, registry and journal from the stored state. Raises ValueError."""
     estimators, totals = Estimators(), Totals()
     registry = Registry(time.time, config.max_workers, config.max_contexts)
     forgotten, set_aside = restore(estimators, registry, stored, store.path)
@@ -96,14 +95,14 @@ def create_service(config: ControllerConfig, store: Store, stored: StoredState) 
         journal.note_context(context)
     learner = Learner(estimators, registry, journal, totals, stored.last_group_id)
     journal.note_events(restore_guards(learner.guards, registry, store.path))
-    return Intake(registry, learner, journal, totals, time.time), learner
+    return learner
 
 
 async def create(config: ControllerConfig, store: Store, stored: StoredState) -> Running:
     """Make all parts of a controller without starting them. Raises as create_service and create_server."""
-    intake, learner = create_service(config, store, stored)
+    learner = create_service(config, store, stored)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
-    servicer = ControlServicer(intake, learner, settings, identity_of(config))
+    servicer = ControlServicer(learner, settings, identity_of(config))
     add = partial(control_pb2_grpc.add_ControlServiceServicer_to_server, servicer)
     opened = await create_server(config.listen, SERVICE, add, config, OPTIONS, config.max_streams + SPARE_CALLS)
     return Running(servicer, learner.journal, *opened, stored, Supervisor())

@@ -1,4 +1,7 @@
-"""Learning: the waiting reports of a worker go into one call of the estimator; decisions, probes and rows follow from it."""
+"""Learning: reports are checked and wait with their worker; all that wait go into one call of the estimator.
+
+Decisions, probes and rows follow from that call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ import structlog
 from speclen.controller.estimator import Estimators
 from speclen.controller.service.guards import SHADOW, Guards, View, view_of
 from speclen.controller.service.journal import Journal
-from speclen.controller.service.registry import Context, Registry, Worker
+from speclen.controller.service.registry import Context, Registration, Registry, Worker
+from speclen.controller.wire.ingest import read_step
+from speclen.controller.wire.messages import InvalidMessageError
 from speclen.records import (
     ArmEstimate,
     Choice,
@@ -27,6 +32,7 @@ from speclen.records import (
     StepRecord,
     Table,
 )
+from speclen.v1 import control_pb2 as pb
 
 log = structlog.get_logger()
 
@@ -42,6 +48,8 @@ LEARN_INTERVAL_S = 0.2
 MANY_REPORTS = 512
 # The same while a context has learned from fewer than MANY_REPORTS: after a cold start, choices must change within steps.
 FEW_REPORTS = 8
+# Seconds after which last_seen_at of a worker without reports is stored again.
+QUIET_NOTE_S = 10.0
 # Workers with another policy do not use the table, and would ignore a probe.
 FOLLOWS_TABLE = ("", "adaptive", SHADOW)
 
@@ -148,7 +156,10 @@ class Totals:
 
 
 class Learner:
-    """Feeds reports to the estimator, and answers from it. On one thread. last_group_id: of the newest call."""
+    """Takes reports, feeds them to the estimator, and answers from it. Runs on one thread and never waits.
+
+    last_group_id: of the newest call of the estimator.
+    """
 
     def __init__(
         self,
@@ -173,14 +184,50 @@ class Learner:
 
     # Reports.
 
-    def expect(self, worker: Worker) -> bool:
-        """Note that reports of a worker may wait. Learn from them at once if they should not wait."""
-        num_waiting = len(worker.waiting)
-        if num_waiting:
-            self._waiting[worker.worker_id] = worker
-        if num_waiting >= (FEW_REPORTS if worker.context.num_learned < MANY_REPORTS else MANY_REPORTS):
+    def register(self, registration: Registration) -> Worker:
+        """Register a worker. Raises the errors of Registry.register."""
+        known = self.registry.workers.get(registration.worker_id)
+        if known is not None:
+            self.learn(known)  # of its last incarnation
+        worker = self.registry.register(registration)
+        self.prepare(worker.context)
+        self.journal.note_worker(worker)
+        return worker
+
+    def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
+        """Queue reports that are new and valid, and learn from them if it is time. Returns why others were refused."""
+        now = worker.last_seen_at = self.journal.clock()
+        if worker.seqs.close_gaps(now) or now - worker.noted_at > QUIET_NOTE_S:
+            self.journal.note_worker(worker)
+        if not reports:
+            return []
+        if not worker.waiting:
+            worker.waiting_since = now
+        refusals: list[InvalidMessageError] = []
+        for report in self._new(worker, reports):
+            try:
+                worker.waiting.append(read_step(report, worker.limits))
+            except InvalidMessageError as error:
+                refusals.append(error)
+        if refusals:
+            worker.note_refusals(len(refusals), str(refusals[-1]))
+        self.totals.refused.update(error.reason for error in refusals)
+        if not worker.waiting:
+            self.journal.note_worker(worker)  # counts changed
+            return refusals
+        self._waiting[worker.worker_id] = worker
+        if len(worker.waiting) >= (MANY_REPORTS if worker.context.num_learned >= MANY_REPORTS else FEW_REPORTS):
             self.learn(worker)
-        return num_waiting > 0
+        return refusals
+
+    def _new(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[pb.StepReport]:
+        """The reports that have not been seen before."""
+        seqs = worker.seqs
+        missing, repeated = seqs.num_missing, seqs.num_repeated
+        new = [report for report in reports if seqs.admit(report.seq)]
+        self.totals.num_missing += seqs.num_missing - missing
+        self.totals.num_repeated += seqs.num_repeated - repeated
+        return new
 
     async def run(self) -> None:
         """Learn a few times a second until cancelled."""

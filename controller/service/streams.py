@@ -13,7 +13,6 @@ import grpc
 from grpc import aio
 
 from speclen.controller.service.guards import View
-from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import FullError, Worker
 from speclen.controller.wire.ingest import MAX_REPORTS
@@ -116,7 +115,7 @@ class Stream:
         worker.check_epoch(self.epoch)
         check_range("the number of reports in a message", len(request.reports), 0, MAX_REPORTS)
         with self.hub.learner.sampling.measured():
-            self.hub.intake.take(worker, request.reports)
+            self.hub.learner.take(worker, request.reports)
 
     def has_news(self) -> bool:
         """True if the worker does not have the present table, durable_seq or probe."""
@@ -194,12 +193,10 @@ class Streams:
 
     def __init__(
         self,
-        intake: Intake,
         learner: Learner,
         find: Callable[[pb.WorkerIdentity], Worker],
         settings: StreamSettings | None = None,
     ) -> None:
-        self.intake = intake
         self.learner = learner
         self.find = find
         self.settings = settings or StreamSettings()

@@ -47,12 +47,12 @@ class Targets:
 
     def __init__(self) -> None:
         store = Store.open(Path(mkdtemp(prefix="speclen-fuzz-")) / "speclen.db")
-        self.intake, self.learner = create_service(ControllerConfig(), store, store.load())
+        self.learner = create_service(ControllerConfig(), store, store.load())
         self.num_taken = self.num_refused = self._seq = self._num_reports = 0
         self._register()
 
     def _register(self) -> None:
-        self.worker = self.intake.register(read_registration(registration()))
+        self.worker = self.learner.register(read_registration(registration()))
 
     def give(self, message: Message, dice: random.Random) -> None:
         """Raises every error that is not a refusal."""
@@ -62,7 +62,7 @@ class Targets:
             elif isinstance(message, control.RegisterWorkerRequest):
                 taken = read_registration(message)
                 if dice.random() < 0.01:
-                    self.intake.register(taken)
+                    self.learner.register(taken)
             elif isinstance(message, control.ImportProfileRequest):
                 read_profile(message)
             else:
@@ -73,7 +73,7 @@ class Targets:
             self.num_taken += 1
 
     def _report(self, message: control.StreamReportsRequest) -> None:
-        refused = self.intake.take(self.worker, message.reports)
+        refused = self.learner.take(self.worker, message.reports)
         self._num_reports += len(message.reports)
         if self._num_reports > 2000:
             self._num_reports = 0
@@ -90,8 +90,8 @@ class Targets:
 
     def check(self) -> None:
         """A correct worker's reports are still learned from, and all estimates are finite."""
-        worker = self.intake.register(read_registration(registration("honest", epoch=2**61)))
-        assert not self.intake.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
+        worker = self.learner.register(read_registration(registration("honest", epoch=2**61)))
+        assert not self.learner.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
         self.learner.learn(worker)
         for key in self.learner.registry.contexts:
             for row in self.learner.learned(key)[1]:

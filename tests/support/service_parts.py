@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from speclen.controller.service.intake import Intake
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner, Totals
 from speclen.controller.service.registry import Registration, Registry, Worker
@@ -63,14 +62,13 @@ class Parts:
         self.registry = Registry(self.clock, 100, 100)
         self.journal = Journal(self.store, self.estimators, self.clock)
         self.learner = Learner(self.estimators, self.registry, self.journal, self.totals)
-        self.intake = Intake(self.registry, self.learner, self.journal, self.totals, self.clock)
 
     def worker(self, worker_id: str = "w", epoch: int = 7, key: ContextKey = KEY, policy: str = "adaptive") -> Worker:
-        return self.intake.register(Registration(worker_id, epoch, key, self.limits, "host:1", policy))
+        return self.learner.register(Registration(worker_id, epoch, key, self.limits, "host:1", policy))
 
     def send(self, worker: Worker, *seqs: int, learn: bool = True) -> None:
         """Reports arrive, and are learned from, or wait."""
-        self.intake.take(worker, [report(seq) for seq in seqs])
+        self.learner.take(worker, [report(seq) for seq in seqs])
         if learn:
             self.learner.learn(worker)
 

@@ -35,7 +35,7 @@ BASE = (Choice(1, 32, BASELINE),)
 
 def worker_of(parts, policy="adaptive", baseline=BASE):
     registration = Registration("w", 7, KEY, LIMITS, "host:1", policy, transition_steps=2, baseline=baseline)
-    worker = parts.intake.register(registration)
+    worker = parts.learner.register(registration)
     parts.send(worker, 1)
     return worker
 
@@ -55,7 +55,7 @@ def serve(parts, worker, num_steps):
             )
             arms.append(arm)
             left = max(left - 1, 0)
-        assert parts.intake.take(worker, reports) == []
+        assert parts.learner.take(worker, reports) == []
         parts.learner.learn(worker)
         if worker.probe is not None:
             probe, left, worker.probe = worker.probe, worker.probe.num_steps, None

@@ -190,7 +190,7 @@ async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
 async def test_decisions_and_events_are_kept_with_the_group_before_them(parts, worker):
     parts.send(worker, 1)
     parts.estimators.fail = {"observe"}
-    parts.intake.take(worker, [report(2)])
+    parts.learner.take(worker, [report(2)])
     parts.learner.learn(worker)
     parts.journal.commit()
     [decision] = parts.store.last.decisions

@@ -32,7 +32,9 @@ def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
 
 def test_a_bad_report_is_refused_alone_and_counted(parts):
     worker = parts.worker()
-    refusals = parts.intake.take(worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=5), report(4)])
+    refusals = parts.learner.take(
+        worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=5), report(4)]
+    )
     parts.learner.learn(worker)
     assert [str(error)[:9] for error in refusals] == ["report 2:", "report 3:"]
     assert parts.totals.refused == {"latency_s": 1, "accepted_histogram": 1}
@@ -77,7 +79,7 @@ def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
     worker = parts.worker()
     parts.send(worker, 1)
     assert worker.probe.batch_max == 4
-    parts.intake.take(worker, [report(2, batch_size=6, accepted_histogram=[3, 2, 1])])
+    parts.learner.take(worker, [report(2, batch_size=6, accepted_histogram=[3, 2, 1])])
     parts.learner.learn(worker)
     assert worker.probe.batch_max == 6
 

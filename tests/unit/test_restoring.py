@@ -25,7 +25,7 @@ def saved(path, *more_reports) -> StoredState:
         store = parts.journal.store = Store.open(path)
         for name, key in (("w", KEY), ("v", ELSEWHERE)):
             worker = parts.worker(name, key=key)
-            parts.intake.take(worker, [*map(report, (1, 2, 3, 7, 7, 8)), report(9, batch_size=0)])
+            parts.learner.take(worker, [*map(report, (1, 2, 3, 7, 7, 8)), report(9, batch_size=0)])
             parts.learner.learn(worker)
         parts.learner.import_profile(KEY, Profile((ProfileCell(4, 3, 0.01),), (0.8,), (100,), source="test"))
         assert await parts.journal.finish(10.0)

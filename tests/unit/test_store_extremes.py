@@ -84,7 +84,7 @@ async def test_what_is_learned_from_extreme_reports_is_taken(connection, latenci
     for number in range(1, 11):
         for worker in workers:
             first = worker.seqs.applied_seq + 1
-            assert parts.intake.take(worker, [extreme(rng, first + at, latencies) for at in range(16)]) == []
+            assert parts.learner.take(worker, [extreme(rng, first + at, latencies) for at in range(16)]) == []
             parts.learner.learn(worker)
         parts.journal.commit()
         assert refused(connection, parts.store.last, number) == []
