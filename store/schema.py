@@ -1,7 +1,8 @@
 """The rows of the database: one plain tuple per row, with the columns of schema.sql as fields, in the same order.
 
-Times ending in `_at` are seconds since 1970 (UTC), other times end in their unit, counts begin with `num_`. The caller
-assigns ids (context_id, worker_key, profile_id), counting up from the highest in `StoredState`.
+Times ending in `_at` are seconds since 1970 (UTC), other times end in their unit, counts begin with `num_`. `arm` repeats
+speculation length and `ngram` in words, for readers. The caller assigns ids (context_id, worker_key, profile_id), counting
+up from the highest in `StoredState`.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ class ArmEstimateRow(NamedTuple):
     batch_max: int
     speculation_length: int
     ngram: bool
+    arm: str
     step_s: float
     expected_tokens: float
     ms_per_token_low: float
@@ -151,7 +153,7 @@ class StateRow(NamedTuple):
 
 
 class DecisionRow(NamedTuple):
-    """A change of the arm in use; both fields of the previous arm are None for the first one.
+    """A change of the arm in use; the three fields of the previous arm are None for the first one.
 
     after_group_id: last group of reports processed before it, here and in other rows.
     """
@@ -162,8 +164,10 @@ class DecisionRow(NamedTuple):
     decision_version: int
     previous_speculation_length: int | None
     previous_ngram: bool | None
+    previous_arm: str | None
     speculation_length: int
     ngram: bool
+    arm: str
     previous_ms_per_token: float | None
     ms_per_token: float | None
     reason: str

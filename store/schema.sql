@@ -86,6 +86,7 @@ CREATE TABLE arm_estimates (
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
+  arm TEXT NOT NULL,
   step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e200),  -- expected wall time of a whole step
   expected_tokens REAL NOT NULL CHECK (expected_tokens > 0.9 AND expected_tokens < 66),  -- per sequence and step, bonus included
   ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
@@ -95,9 +96,6 @@ CREATE TABLE arm_estimates (
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
-  arm TEXT GENERATED ALWAYS AS (CASE
-    WHEN NOT ngram THEN CASE speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || speculation_length END
-    ELSE 'n-gram' || CASE speculation_length WHEN 0 THEN '' ELSE ' else draft ' || speculation_length END END),
   ms_per_token REAL GENERATED ALWAYS AS (1000 * step_s / expected_tokens),  -- per sequence
   half_width REAL GENERATED ALWAYS AS ((ms_per_token_high - ms_per_token_low) / 2 / ms_per_token),  -- of the interval, relative to ms_per_token
   PRIMARY KEY (context_id, batch_min, speculation_length, ngram)
@@ -119,21 +117,15 @@ CREATE TABLE decisions (
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
   previous_speculation_length INTEGER CHECK (previous_speculation_length BETWEEN 0 AND 64),  -- NULL: the first arm
   previous_ngram INTEGER CHECK (previous_ngram IN (0, 1)),
+  previous_arm TEXT,
   speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
+  arm TEXT NOT NULL,
   previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e200),
   ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e200),  -- both estimates are from the same moment
   reason TEXT NOT NULL,
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it
-  decided_at REAL NOT NULL CHECK (decided_at >= 0),
-  previous_arm TEXT GENERATED ALWAYS AS (CASE
-    WHEN NOT previous_ngram
-    THEN CASE previous_speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || previous_speculation_length END
-    ELSE 'n-gram'
-      || CASE previous_speculation_length WHEN 0 THEN '' ELSE ' else draft ' || previous_speculation_length END END),
-  arm TEXT GENERATED ALWAYS AS (CASE
-    WHEN NOT ngram THEN CASE speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || speculation_length END
-    ELSE 'n-gram' || CASE speculation_length WHEN 0 THEN '' ELSE ' else draft ' || speculation_length END END)
+  decided_at REAL NOT NULL CHECK (decided_at >= 0)
 ) STRICT;
 
 CREATE INDEX decisions_of_context ON decisions (context_id, decision_id, batch_min, batch_max);

@@ -77,7 +77,14 @@ def estimate_rows(estimator: Estimator, context: Context, in_use: Table, now: fl
     """Rows of the learned table of a context. in_use: the arms in use, which holds and verdicts may have changed."""
     more = {"context_id": context.context_id, "updated_at": now}
     return [
-        filled(ArmEstimateRow, each, each.arm, is_best=each.arm == in_use.arm_for(each.batch_min), **more)
+        filled(
+            ArmEstimateRow,
+            each,
+            each.arm,
+            arm=str(each.arm),
+            is_best=each.arm == in_use.arm_for(each.batch_min),
+            **more,
+        )
         for each in estimator.rows()
     ]
 
@@ -97,6 +104,8 @@ def decision_row(context: Context, decision: Decision, after_group_id: int, now:
         decision_version=decision.version,
         previous_speculation_length=None if previous is None else previous.speculation_length,
         previous_ngram=None if previous is None else previous.ngram,
+        previous_arm=None if previous is None else str(previous),
+        arm=str(decision.arm),
         after_group_id=after_group_id,
         decided_at=now,
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from speclen.records import Arm
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.database import Store, StoreConfig, open_checked
 from speclen.store.files import WriterLock
@@ -58,9 +59,13 @@ REPORT = ReportRow(
     evaluations=None,
     received_at=NOW,
 )
-ESTIMATE = ArmEstimateRow(1, 3, 4, 2, False, 0.016, 1.6, 9.0, 11.0, 10, None, "online", is_best=False, updated_at=NOW)
+ESTIMATE = ArmEstimateRow(
+    *(1, 3, 4, 2, False, "draft 2", 0.016, 1.6, 9.0, 11.0, 10, None, "online"), is_best=False, updated_at=NOW
+)
 TRIAL = TrialRow(*(1, 1, 4.0, 3, False, 1, False, 0.2, 100.0, 40.0, 60.0, 40.0, 1.1, 0.5, 800, False, 0), ended_at=NOW)
-DECISION = DecisionRow(1, 3, 4, 1, None, None, 2, False, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
+DECISION = DecisionRow(
+    *(1, 3, 4, 1, None, None, None, 2, False, "draft 2", None, 10.0), reason="a test", after_group_id=0, decided_at=NOW
+)
 
 
 def context(context_id: int = 1, device: str = "cpu:test", **changes: Any) -> ContextRow:
@@ -77,11 +82,15 @@ def report(seq: int, **changes: Any) -> ReportRow:
 
 
 def estimate(length: int = 2, batch_min: int = 3, batch_max: int = 4, **changes: Any) -> ArmEstimateRow:
-    return ESTIMATE._replace(speculation_length=length, batch_min=batch_min, batch_max=batch_max, **changes)
+    row = ESTIMATE._replace(speculation_length=length, batch_min=batch_min, batch_max=batch_max, **changes)
+    return row._replace(arm=str(Arm(row.speculation_length, row.ngram)))
 
 
 def decision(version: int, length: int, **changes: Any) -> DecisionRow:
-    return DECISION._replace(decision_version=version, speculation_length=length, **changes)
+    row = DECISION._replace(decision_version=version, speculation_length=length, **changes)
+    previous = row.previous_speculation_length
+    words = None if previous is None else str(Arm(previous, bool(row.previous_ngram)))
+    return row._replace(arm=str(Arm(row.speculation_length, row.ngram)), previous_arm=words)
 
 
 def moment(seqs: Sequence[int], **changes: Any) -> Commit:

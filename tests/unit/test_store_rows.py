@@ -10,7 +10,7 @@ from speclen.controller.wire.stored import record_of, row_of
 from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
 from speclen.store.schema import Commit, ReportRow, StateRow
 from speclen.store.transaction import BLOCKS, sums_by_arm
-from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
+from tests.support.store_rows import context, estimate, moment, report, rows, store_now, worker
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,9 @@ def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
 
 @pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
 def test_arm_names_in_sql_equal_those_of_python(store, arm):
-    row = estimate(arm.speculation_length, ngram=arm.ngram)
-    changes = [decision(1, arm.speculation_length, ngram=arm.ngram)]
-    changes.append(changes[0]._replace(previous_speculation_length=arm.speculation_length, previous_ngram=arm.ngram))
     reports = [report(1, speculation_length=arm.speculation_length, ngram=arm.ngram, num_accepted_tokens=0)]
-    assert store_now(store, moment([1], arm_estimates=[row], reports=reports, decisions=changes)) is None
-    assert rows(store.path, "SELECT arm FROM arm_estimates UNION ALL SELECT arm FROM step_reports") == [(str(arm),)] * 2
-    assert rows(store.path, "SELECT previous_arm, arm FROM decisions") == [(None, str(arm)), (str(arm), str(arm))]
+    assert store_now(store, moment([1], reports=reports)) is None
+    assert rows(store.path, "SELECT arm FROM step_reports") == [(str(arm),)]
 
 
 def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store):
