@@ -1,13 +1,13 @@
-"""A controller without an address: the one that serves a data directory of this machine, or a child process of our own.
+"""The embedded controller: without an address, programs use the controller of a data directory, and start it if needed.
 
-All programs on a machine that use a data directory share its controller, and the last of them ends it. Files next to the
-database say who is there, by locks that the kernel releases when a process dies, however it dies:
+All programs on a machine that use a data directory share its controller, which ends after the last of them. Locks on files
+next to the database show which processes are active. The kernel releases them when a process ends, even if it is killed:
 
     speclen.db.controller   address of the controller that serves the database; locked by it
-    speclen.db.users        locked, shared, by each program that uses the embedded controller, which ends once nobody does
+    speclen.db.users        each program that uses the embedded controller holds a shared lock; without any, it ends
     speclen.db.start        locked while a program starts the controller, so that the others join it
     speclen.db.log          log of the embedded controller
-    speclen.db.socket       socket of the embedded controller, for its user alone
+    speclen.db.socket       socket of the embedded controller, accessible only to its user
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ log = structlog.get_logger()
 EMBEDDED, OFF = "embedded", "off"  # in place of a controller's address
 DATA_DIR = "SPECLEN_DATA_DIR"
 DATABASE_NAME = "speclen.db"
-LOOK_S = 0.05  # between two looks at a lock, or for a controller that starts
-LOCK_PATIENCE_S = 0.5  # to take a lock that is held for an instant
-START_S = 60.0  # for a child to serve; a large database takes seconds to open
-EARLY_S = 600.0  # for which a controller that is started early is kept: for models to load
-MOST_LOG_BYTES = 1 << 20  # a longer log is begun again at the next start
+LOOK_S = 0.05  # between checks of a lock, or of a controller that starts
+LOCK_PATIENCE_S = 0.5  # for a lock that others hold only for an instant
+START_S = 60.0  # until a child serves; a large database takes seconds to open
+EARLY_S = 600.0  # time for which a controller that was started early is kept while models load
+MOST_LOG_BYTES = 1 << 20  # a longer log is emptied at the next start
 
-FindController = Callable[[], Awaitable[str]]  # HOST:PORT; raises what keeps a controller from being found
+FindController = Callable[[], Awaitable[str]]  # returns HOST:PORT; raises the reason if no controller is found
 
 
 def at(address: str) -> FindController:
-    """Always this address."""
+    """A finder that always returns this address."""
 
     async def find() -> str:
         return address
@@ -57,7 +57,7 @@ def at(address: str) -> FindController:
 
 
 def data_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """SPECLEN_DATA_DIR, or the user's state directory by XDG. Raises ValueError where there is neither."""
+    """SPECLEN_DATA_DIR, or the user's state directory by XDG. Raises ValueError if there is neither."""
     if given := environment.get(DATA_DIR):
         return Path(given).expanduser().absolute()
     state = Path(environment.get("XDG_STATE_HOME", ""))
@@ -70,7 +70,7 @@ def data_directory(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a data directory, for its owner alone. Raises OSError in one sentence where it cannot be used."""
+    """Make a data directory that only its owner can access. Raises OSError with one sentence if it cannot be used."""
     way_out = f"name another directory with {DATA_DIR}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def make_directory(directory: Path) -> None:
         raise OSError(f"the data directory {directory} cannot be written: {way_out}")
 
 
-# Who serves a database.
+# Finding the controller of a database.
 
 
 class Serving(NamedTuple):
@@ -97,7 +97,7 @@ class Serving(NamedTuple):
 
 @contextlib.contextmanager
 def published(database: Path, address: str) -> Iterator[None]:
-    """Publish that this process serves the database, for the length of a block."""
+    """Publish for the duration of the block that this process serves the database."""
     content = Serving(address, socket.gethostname(), os.getpid(), installed_version())
     try:
         descriptor = open_beside(database, "controller")
@@ -124,16 +124,16 @@ def serving(database: Path) -> Serving | None:
         return None
     try:
         if lock(descriptor, fcntl.LOCK_SH, 0.0):
-            return None  # it was left by a process that has ended
+            return None  # left by a process that has ended
         return Serving(**json.loads(os.read(descriptor, 4096)))
     except (ValueError, TypeError):
-        return None  # being written
+        return None  # the file is being written
     finally:
         os.close(descriptor)
 
 
 def beside(database: Path, what: str) -> Path:
-    """One of our files next to the file that the database's name finally leads to."""
+    """Path of one of our files, next to the database file itself (symbolic links are followed)."""
     real = Path(os.path.realpath(database))
     return real.with_name(f"{real.name}.{what}")
 
@@ -143,7 +143,7 @@ def open_beside(database: Path, what: str) -> int:
 
 
 def lock(descriptor: int, kind: int, patience_s: float = LOCK_PATIENCE_S) -> bool:
-    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if another process keeps it."""
+    """Take a lock within patience_s; False if another process still holds it. kind: LOCK_EX or LOCK_SH."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -159,16 +159,16 @@ def lock(descriptor: int, kind: int, patience_s: float = LOCK_PATIENCE_S) -> boo
 
 
 def end_when_unused(database: Path) -> None:
-    """From now on this process ends once no program uses the database's embedded controller, and none can until it has."""
+    """Let this process end once no program uses the database's embedded controller. None can until it has ended."""
     users = open_beside(database, "users")
     end_after(partial(fcntl.flock, users, fcntl.LOCK_EX), "no program uses this controller any more, so it ends")
 
 
 def detach() -> Callable[[], None]:
-    """Go on in a process outside of the tree of the one that started this: vLLM kills all below an engine that ends slowly.
+    """Continue in a process that is not a descendant of the starting program: vLLM kills descendants of a slow engine.
 
-    The process that was started ends with code 0 when the returned function is called, or as the new one does. To be called
-    before there are threads.
+    The original process ends with code 0 when the returned function is called, or with the new one's exit code. Call this
+    before any thread is started.
     """
     reading, writing = os.pipe()
     if child := os.fork():
@@ -188,13 +188,13 @@ def detach() -> Callable[[], None]:
     return serves
 
 
-# The side of a program that uses it.
+# Using the embedded controller from a program.
 
 
 class EmbeddedController:
-    """Finds the controller of a data directory, and starts one where there is none. For one event loop at a time.
+    """Finds the controller of a data directory, or starts one. For one event loop at a time.
 
-    The controller outlives the program that started it while others use it. Nothing of it runs in this process.
+    The controller runs in its own process, and outlives the program that started it while others use it.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
@@ -207,9 +207,9 @@ class EmbeddedController:
         self._joined: Serving | None = None
 
     async def address(self) -> str:
-        """Address of the controller, which is started if there is none; after a growing pause if it was started before.
+        """Address of the controller, which is started if there is none. Repeated starts are delayed by growing pauses.
 
-        Raises ValueError or OSError in one sentence where it cannot be.
+        Raises ValueError or OSError with one sentence if it cannot be started.
         """
         database = data_directory(self._environment) / DATABASE_NAME
         make_directory(database.parent)
@@ -237,7 +237,7 @@ class EmbeddedController:
             self._users = None
 
     async def _use(self, database: Path) -> None:
-        """Keep the controller from ending. Waits while one is about to."""
+        """Keep the controller from ending. Waits if one is about to end."""
         path = beside(database, "users")
         if self._users is not None and path.exists() and os.path.samestat(os.fstat(self._users), path.stat()):
             return
@@ -258,10 +258,11 @@ class EmbeddedController:
         os.register_at_fork(after_in_child=self.close)  # a child of this process does not use it
 
     async def _start(self, database: Path) -> Serving:
-        """Start a controller, unless one that was started has yet to serve. Raises OSError with its last words."""
+        """Start a controller, unless one is already starting. Raises OSError with the last line of its log."""
         deadline, is_new = time.monotonic() + START_S, False
         while True:
-            ended = self._child is None or self._child.poll() is not None  # before the look: then it serves
+            # Checked before `serving`, since a child that ends successfully serves by then.
+            ended = self._child is None or self._child.poll() is not None
             if (found := serving(database)) is not None:
                 return found
             if ended:
@@ -275,7 +276,7 @@ class EmbeddedController:
             await asyncio.sleep(LOOK_S)
 
     def _pause(self) -> float:
-        """Seconds to wait before a start: none before the first, and before one after a long life."""
+        """Seconds to wait before a start; 0 for the first one, and if the last controller ran for long."""
         pause_s = self._pause_s if time.monotonic() - self._started_at < STEADY_S else 0.0
         self._pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
         return pause_s
@@ -291,7 +292,7 @@ class EmbeddedController:
                 words.truncate(0)
             self._log_begin = words.seek(0, os.SEEK_END)
             self._child = subprocess.Popen(
-                # -P: a folder of this name in the working directory is not ours.
+                # -P: do not import a folder of this name from the working directory.
                 [sys.executable, "-P", "-m", "speclen.cli.app", "controller", "--embedded"]
                 + ["--db", str(database), "--listen", address],
                 stdin=subprocess.DEVNULL,
@@ -317,7 +318,7 @@ class EmbeddedController:
 
 @contextlib.asynccontextmanager
 async def locked(database: Path, what: str) -> AsyncIterator[None]:
-    """Hold the lock of one of our files for the length of a block. Waits for it."""
+    """Hold the lock of one of our files for the duration of the block. Waits for it."""
     descriptor = open_beside(database, what)
     try:
         while not lock(descriptor, fcntl.LOCK_EX, 0.0):

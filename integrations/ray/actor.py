@@ -20,14 +20,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class ControllerActor:
-    """Holds the controller of a fleet. After its death Ray makes it anew, until it is killed, and it is asked again."""
+    """Holds the controller of a fleet. If it dies, Ray creates it again, unless it was killed."""
 
     def __init__(self) -> None:
         set_up_logs()
         self._hosted = HostedController()
 
     async def address(self, config: FleetConfig) -> str:
-        """Address of the service, started as configured if it does not serve. Raises ValueError where it cannot."""
+        """Address of the service, which is started as configured if necessary. Raises ValueError if it cannot start."""
         return await self._hosted.address(config.controller_config(host_of_controller(config), os.environ))
 
     async def stop(self) -> None:
@@ -35,9 +35,9 @@ class ControllerActor:
 
 
 def controller_of() -> Any:
-    """A handle of the fleet's controller, made if there is none. It prefers the node where it was first asked for.
+    """Handle of the fleet's controller, which is created if there is none, preferably on the calling node.
 
-    There its database is. Another machine takes it only when that one is gone.
+    The database is on that node. Ray moves the controller to another machine only if that node is gone.
     """
     place = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
@@ -45,7 +45,7 @@ def controller_of() -> Any:
 
 
 def host_of_controller(config: FleetConfig) -> str:
-    """Host to listen on: as told, loopback where nothing protects it and all nodes are this machine, else the node's."""
+    """Host to listen on: the configured one; loopback if nothing protects it and there is one machine; else the node's."""
     alone = config.controller_cert is None and not config.insecure and is_one_machine()
     return config.controller_host or (LOOPBACK if alone else ray.util.get_node_ip_address())
 
@@ -55,14 +55,14 @@ def is_one_machine() -> bool:
 
 
 async def find_controller(config: FleetConfig) -> str:
-    """The controller's present address. Raises Ray's errors while it starts again, ValueError if it cannot start."""
+    """Current address of the controller. Raises Ray's errors while it restarts, and ValueError if it cannot start."""
     handle = await asyncio.to_thread(controller_of)
     async with asyncio.timeout(ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
         return str(await handle.address.remote(config))
 
 
 def present_controller() -> Any:
-    """A handle of the controller that is on the cluster; None where there is none."""
+    """Handle of the cluster's controller; None if there is none."""
     try:
         return ray.get_actor(NAME, NAMESPACE)
     except ValueError:
@@ -70,10 +70,10 @@ def present_controller() -> Any:
 
 
 def end_controller(timeout_s: float = 20.0) -> None:
-    """Let the controller commit, and end its actor for good. None at all is no error."""
+    """Let the controller commit, then end its actor permanently. Does nothing if there is no controller."""
     handle = present_controller()
     if handle is None:
         return
-    with contextlib.suppress(ray.exceptions.RayError):  # it is dying, or has to be killed
+    with contextlib.suppress(ray.exceptions.RayError):  # it is already dying, or it has to be killed
         ray.get(handle.stop.remote(), timeout=timeout_s)
     ray.kill(handle)

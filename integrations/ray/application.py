@@ -27,19 +27,19 @@ from speclen.v1 import generation_pb2 as pb
 
 HEALTH_PERIOD_S = 2.0
 LOOK_BACK_S = 10.0  # over which load is averaged before workers are added
-QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once
+QUEUE_SHARE = 0.25  # of a worker's slots: requests that wait in the worker itself, so that a free slot is taken at once
 SERVED: dict[str, ServedWorker] = {}  # the one worker of this process, under its Serve name
 
 
 def front() -> ASGIApp:
-    """HTTP, as `speclen worker --http-listen` speaks it. Serve asks for it when the worker of this process is there."""
+    """The HTTP front of `speclen worker --http-listen`. Serve calls this after the worker of this process was created."""
     (worker,) = SERVED.values()
     return worker.http
 
 
 @serve.ingress(front)
 class Worker:
-    """One replica. Methods are those of the protocol, which the gRPC proxy calls by their names."""
+    """One replica. It has the methods of the protocol, which the gRPC proxy calls by name."""
 
     async def __init__(self, config: FleetConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         set_up_logs()
@@ -63,7 +63,7 @@ class Worker:
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
-        """Of the worker with the fewest requests."""
+        """State of the worker with the fewest requests."""
         return await self._worker.ask("GetServerInfo", request, grpc_context)
 
     async def GetModelInfo(  # noqa: N802
@@ -72,7 +72,7 @@ class Worker:
         return await self._worker.ask("GetModelInfo", request, grpc_context)
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:  # noqa: N802
-        """It would reach one worker, and seldom the right one."""
+        """Not supported: the call would reach one worker, and rarely the right one."""
         grpc_context.set_code(StatusCode.UNIMPLEMENTED)
         grpc_context.set_details("behind Ray's proxy a request is ended by cancelling its call")
         raise NotImplementedError("Abort")
@@ -80,7 +80,7 @@ class Worker:
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> health_pb2.HealthCheckResponse:
-        """grpc.health.v1 of the one address: a worker has answered."""
+        """The call Check of grpc.health.v1. That a worker answers means that the fleet serves."""
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     def check_health(self) -> None:
@@ -96,7 +96,7 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def application(config: FleetConfig) -> serve.Application:
-    """The application. Requests beyond a worker's rows wait at the proxies, so that the first free worker takes them."""
+    """The application. Requests that exceed a worker's slots wait at the proxies, and the first free worker takes them."""
     told = config.worker_config({})
     ahead = max(1, round(QUEUE_SHARE * told.max_batch_size))
     sizes: dict[str, Any] = {"num_replicas": config.workers}
@@ -116,7 +116,7 @@ def application(config: FleetConfig) -> serve.Application:
 
 
 def scaling(config: FleetConfig, rows: int) -> AutoscalingConfig:
-    """Workers come while requests, running and waiting, fill the rows of those there are, and go when they fill less."""
+    """Autoscaling: workers are added while running and waiting requests fill all slots, and removed when they fill fewer."""
     return AutoscalingConfig(
         min_replicas=config.workers,
         max_replicas=config.max_workers,

@@ -1,4 +1,4 @@
-"""A call that came through Ray Serve's gRPC proxy, as our servicer knows calls."""
+"""Adapts a call that arrives through Ray Serve's gRPC proxy to the interface that our servicer expects."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ END = object()  # follows the last message
 
 
 class CallEndedError(Exception):
-    """The call ends with a status that is not OK; the message is what the caller reads."""
+    """The call ends with a status other than OK. The message is sent to the caller."""
 
 
 class ServeCall:
-    """The part of a gRPC context that `GenerationServicer` uses. outer: Serve's own, which the proxy carries back."""
+    """The part of a gRPC context that `GenerationServicer` uses. outer: Serve's own context, which the proxy returns."""
 
     def __init__(self, outer: Any) -> None:
         self._outer = outer
@@ -26,10 +26,10 @@ class ServeCall:
         self._done = False
 
     async def send_initial_metadata(self, metadata: Any) -> None:
-        """Serve sends its own, with the first message."""
+        """Does nothing: Serve sends its own metadata with the first message."""
 
     async def write(self, message: Any) -> None:
-        """Returns when the message was taken and the next is asked for: a caller that does not read holds us up."""
+        """Returns once the message was taken and the next one is requested: a slow reader delays the writer."""
         self._messages.put_nowait(message)
         await self._messages.join()
 
@@ -40,11 +40,11 @@ class ServeCall:
         raise CallEndedError(f"{code.name}: {details}")
 
     def done(self) -> bool:
-        """True once the caller has its status, or is gone."""
+        """True once the caller has received its status or has disconnected."""
         return self._done
 
     async def messages(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[Any]:
-        """Messages that `work` writes, until it ends. Raises what it raises; ends it when the caller goes away."""
+        """Messages that `work` writes, until it ends. Passes on its errors, and cancels it when the caller disconnects."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._messages.put_nowait(END))
         try:
@@ -61,11 +61,11 @@ class ServeCall:
         self._outer.set_trailing_metadata(list(metadata))
 
     def time_remaining(self) -> float | None:
-        """Serve's proxies keep the deadline to themselves, and cancel."""
+        """Unknown: Serve's proxies do not pass the deadline on; they cancel the call when it has passed."""
         return None
 
     def peer_identities(self) -> None:
-        """TLS ends at the proxy."""
+        """None: TLS ends at the proxy."""
 
     def peer(self) -> str:
         return str(self._outer.peer())
@@ -75,9 +75,9 @@ class ServeCall:
 
 
 def check_token(keyring: Keyring | None, outer: Any, insecure: bool) -> None:
-    """Raises CallEndedError, and sets the status, for a call without one of the tokens.
+    """Set the status and raise CallEndedError if the call carries none of the tokens.
 
-    Without tokens every call is refused, unless insecure: Ray's gRPC proxy always listens to other machines.
+    If there are no tokens, every call is refused unless insecure: Ray's gRPC proxy always listens on all interfaces.
     """
     if insecure if keyring is None else keyring.caller_in(outer.invocation_metadata()) is not None:
         return

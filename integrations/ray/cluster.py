@@ -1,4 +1,4 @@
-"""`speclen up --ray`: joins a cluster, or starts one on this machine, and runs the fleet there until told to end."""
+"""`speclen up --ray`: joins a cluster, or starts one on this machine, and runs the fleet there until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from speclen.integrations.ray.settings import FleetConfig
 from speclen.process.settings import check_free, is_loopback, split_address
 
 APPLICATION = "speclen"
-START_S = 60.0  # for a controller to open its database and serve
+START_S = 60.0  # until a controller has opened its database and serves
 SERVICERS = [
     "speclen.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
@@ -32,9 +32,9 @@ Say = Callable[[str], None]
 
 
 def join(address: str) -> None:
-    """Connect to the cluster at HOST:PORT, or with "auto" to the one of this machine, else start one here.
+    """Connect to the cluster at HOST:PORT. "auto": to the one on this machine, which is started if there is none.
 
-    Raises ValueError with one sentence where there is none at the address.
+    Raises ValueError with one sentence if there is no cluster at the address.
     """
     quiet = {"namespace": "speclen", "log_to_driver": False, "logging_level": "error"}
     try:
@@ -49,17 +49,17 @@ def join(address: str) -> None:
 
 @contextlib.contextmanager
 def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Iterator[FleetConfig]:
-    """A fleet that serves, for the length of the block; the value: its configuration, with the token of its callers.
+    """Run a fleet for the duration of the block. Yields its configuration, including the token that callers need.
 
-    Serve and the controller are begun here, and end with the block. listen: the one address for gRPC, whose host is always
-    all interfaces (Ray's choice); http_listen: for HTTP. Raises ValueError or OSError, one sentence, for what cannot work.
+    Serve and the controller start here, and end with the block. listen: address for gRPC, for which Ray always uses all
+    interfaces; http_listen: for HTTP. Raises ValueError or OSError with one sentence if the fleet cannot run.
     """
     check_unused()
     check_addresses(config, listen, http_listen)
     config = protected(config)
     try:
         start_proxies(listen, http_listen)
-        # The controller first, alone: errors of its database come before a worker loads a model.
+        # The controller starts first, so that errors of its database are reported before a worker loads a model.
         say(f"the controller serves on {start_controller(config)}")
         say(f"starting {config.workers} workers")
         deploy(config)
@@ -67,12 +67,12 @@ def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Itera
     finally:
         try:
             serve.shutdown()
-        finally:  # it is detached: an interrupt of the above must not leave it
+        finally:  # the controller is detached: it must end even if the code above was interrupted
             end_controller()
 
 
 def protected(config: FleetConfig) -> FleetConfig:
-    """With a token for the callers of gRPC, which Ray opens on all interfaces: made here, where all nodes can read it."""
+    """Add a token for gRPC callers, since Ray listens on all interfaces. It is created here, where all nodes can read it."""
     if config.insecure or config.worker.get("token_file"):
         return config
     if not is_one_machine():
@@ -89,9 +89,9 @@ def protected(config: FleetConfig) -> FleetConfig:
 
 
 def check_unused() -> None:
-    """Raises ValueError where Serve or a controller is on the cluster already: both would end with this fleet.
+    """Raise ValueError if the cluster already runs Serve or a controller, since both would end with this fleet.
 
-    A running Serve has other ports, and with two applications its gRPC proxy needs the application's name with each call.
+    A Serve that already runs has other ports, and with two applications every gRPC call must name its application.
     """
     status = serve.status()
     if status.proxies or status.applications:
@@ -108,8 +108,8 @@ def check_unused() -> None:
 
 
 def check_addresses(config: FleetConfig, listen: str, http_listen: str) -> None:
-    """Raises ValueError for no address, or one where others would send tokens and texts in the clear; OSError for a port
-    that is taken.
+    """Raise ValueError if an address is malformed, or if tokens and texts would arrive there unencrypted, and OSError if
+    a port is taken.
     """
     host, _ = split_address("--http-listen", http_listen)
     if not is_loopback(host) and not config.insecure:
@@ -123,7 +123,7 @@ def check_addresses(config: FleetConfig, listen: str, http_listen: str) -> None:
 
 
 def start_proxies(listen: str, http_listen: str) -> None:
-    """Ray Serve with both proxies on the head node."""
+    """Start Ray Serve with both proxies on the head node."""
     _, port = split_address("--listen", listen)
     host, http_port = split_address("--http-listen", http_listen)
     serve.start(
@@ -134,7 +134,7 @@ def start_proxies(listen: str, http_listen: str) -> None:
 
 
 def start_controller(config: FleetConfig) -> str:
-    """Its address, once it serves. Raises ValueError with its sentence where it cannot."""
+    """Start the controller and return its address once it serves. Raises ValueError with the controller's sentence."""
     try:
         return str(ray.get(controller_of().address.remote(config), timeout=START_S))
     except ray.exceptions.RayTaskError as error:
@@ -142,8 +142,10 @@ def start_controller(config: FleetConfig) -> str:
 
 
 def deploy(config: FleetConfig) -> None:
-    """Run the application and wait until all workers serve. Raises ValueError when Serve gives up."""
-    from speclen.integrations.ray.application import application  # here: it brings torch, which takes seconds
+    """Run the application and wait until all workers serve. Raises ValueError if Serve gives up."""
+    from speclen.integrations.ray.application import (
+        application,
+    )  # imports torch, which takes seconds
 
     try:
         serve.run(application(config), name=APPLICATION, route_prefix="/")

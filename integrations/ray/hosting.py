@@ -1,4 +1,4 @@
-"""A controller inside a process of Ray's, on that process's event loop."""
+"""Runs a controller inside a Ray process, on its event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speclen.store.connection import StoreError
 
 
 class HostedController:
-    """Serves from the first `address` that succeeds to `stop`. A failure while it serves ends the process."""
+    """Serves from the first successful call of `address` until `stop`. A failure while serving ends the process."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
@@ -19,7 +19,7 @@ class HostedController:
         self._serving = contextlib.AsyncExitStack()
 
     async def address(self, config: ControllerConfig) -> str:
-        """Address of the service, started if need be. Raises ValueError where it cannot; the next may be told better."""
+        """Address of the service, started if necessary. Raises ValueError if it cannot start; callers may try again."""
         async with self._starting:
             if not self._address:
                 try:
@@ -47,5 +47,5 @@ class HostedController:
 
 
 async def until_failed(controller: Running) -> None:
-    """End the process when the controller cannot go on: Ray makes another."""
+    """End the process when the controller cannot continue. Ray then starts another."""
     await give_up(controller, await asyncio.shield(controller.supervisor.failure))

@@ -1,7 +1,7 @@
-"""A worker inside a process of Ray's: the engine, its reporting and both edges, with no port of its own.
+"""Runs a worker inside a Ray process: engine, reporting, and both services, without a port of its own.
 
-Ray Serve's proxies take the calls and hand them over. The same engine, queue and tokens as `speclen worker`; starting,
-placing, restarting and counting workers is Ray's alone.
+Ray Serve's proxies receive the calls and pass them on. Engine, queue and tokens are those of `speclen worker`; Ray alone
+starts, places, restarts and counts workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 class ServedWorker:
-    """For one event loop; made by `start`. http: the OpenAI-compatible front as an ASGI application."""
+    """A running worker, on one event loop; see `start`. http: the OpenAI-compatible front as an ASGI application."""
 
     def __init__(self, config: WorkerConfig, parts: Parts) -> None:
         self.config, self.servicer, self.engine = config, parts.servicer, parts.engine
@@ -42,7 +42,7 @@ class ServedWorker:
 
     @classmethod
     async def start(cls, config: WorkerConfig, find_controller: FindController) -> ServedWorker:
-        """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
+        """Load the models and start reporting to the controller. Raises ValueError with one sentence."""
         worker = cls(config, await make_parts(config, lambda words: log.info(words, worker=config.worker_id)))
         supervisor = worker.supervisor
         security = config.controller_security()
@@ -52,19 +52,19 @@ class ServedWorker:
         return worker
 
     async def generate(self, request: pb.GenerateRequest, outer: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """One call of Generate. outer: Serve's gRPC context. Raises CallEndedError after its status was set."""
+        """Serve one call of Generate. outer: Serve's gRPC context. Raises CallEndedError after setting its status."""
         check_token(self._keyring, outer, self.config.insecure)
         call: Any = ServeCall(outer)
         async for message in call.messages(self.servicer.Generate(request, call)):
             yield message
 
     async def ask(self, method: str, request: Any, outer: Any) -> Any:
-        """A call with one answer. Raises CallEndedError without one of the tokens."""
+        """Serve a call with one answer. Raises CallEndedError if it carries none of the tokens."""
         check_token(self._keyring, outer, self.config.insecure)
         return await getattr(self.servicer, method)(request, ServeCall(outer))
 
     async def until_failed(self, on_end: Callable[[], None] = lambda: os._exit(1)) -> None:
-        """Wait for the end of what a worker cannot do without, tell it to those who wait for tokens, and call on_end."""
+        """Wait until a part that the worker needs has ended, end waiting requests with an error, and call on_end."""
         error = await self.supervisor.failure
         log.critical("the worker cannot go on and ends", reason=str(error))
         self.engine.fail(EngineFailedError(f"{error}; the worker ends"))
@@ -72,7 +72,7 @@ class ServedWorker:
         on_end()
 
     async def stop(self) -> None:
-        """Let what runs come to its end, hand the last reports over, and stop the engine."""
+        """Let running requests end, send the last reports, and stop the engine."""
         try:
             await drain(self.engine, self.control, self.config.drain_timeout_s, self.supervisor.check)
         except PartFailedError as error:
@@ -84,11 +84,11 @@ class ServedWorker:
 
 
 def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
-    """The HTTP front behind its guard, as `speclen worker --http-listen` has it.
+    """The HTTP front with the same guard as `speclen worker --http-listen`.
 
-    Without a token every call is refused, unless insecure, as over gRPC: a Serve file opens its proxy to other machines.
+    Without a token every call is refused unless insecure, as over gRPC: a Serve file may open its proxy to other machines.
     """
-    front = front_of(config, engine, None)  # no metrics page: each look at it would be at another worker
+    front = front_of(config, engine, None)  # no metrics page: each scrape would reach another worker
     keyring = config.http_security().keyring(KEY_FLAG)
     if keyring is None and not config.insecure:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)

@@ -1,4 +1,4 @@
-"""Settings of a fleet on Ray: flags of `speclen up --ray`, or KEY=VALUE of `serve run`. Knows nothing of Ray."""
+"""Settings of a fleet on Ray: flags of `speclen up --ray`, or KEY=VALUE of `serve run`. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speclen.process.credentials import ServerSecurity
 from speclen.process.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
 
-# Of a worker, what Ray decides, or Ray's proxies do in its place.
+# Settings of a worker that Ray decides, or that its proxies take over.
 NOT_OF_WORKERS = (
     *("listen", "controller", "http_listen", "metrics_listen", "worker_id", "run_id"),
     *("tls_cert", "tls_key", "tls_client_ca", "read_token_file", "controller_cert", "controller_key"),
@@ -25,7 +25,7 @@ OF_WORKERS = set(settings_of(WorkerConfig)) - set(NOT_OF_WORKERS)
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """One controller and the workers of one kind of request. Raises ValueError with one sentence that names the setting.
+    """One controller and identical workers. Raises ValueError with one sentence that names the setting.
 
     worker: settings of `speclen worker` by name. A node may override them by SPECLEN_WORKER_* in its environment.
     """
@@ -68,9 +68,9 @@ class FleetConfig:
         return WorkerConfig(**{**self.worker, **of_node, "controller": ""})
 
     def controller_config(self, host: str, environment: Mapping[str, str]) -> ControllerConfig:
-        """Settings of the controller on a node of this address and environment.
+        """Settings of the controller on a node with this address and environment.
 
-        Its token is the one that workers of that node would send. Raises ValueError where it is open to everybody.
+        Its token is the one that workers on that node send. Raises ValueError if anyone could call it.
         """
         address = f"[{host}]" if ":" in host else host
         return ControllerConfig(
@@ -85,7 +85,7 @@ class FleetConfig:
 
 
 def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
-    """The configuration that KEY=VALUE arguments ask for. Raises ValueError naming what is wrong."""
+    """The configuration given by KEY=VALUE arguments. Raises ValueError naming what is wrong."""
     fleet: dict[str, Any] = {}
     worker: dict[str, Any] = {}
     for key, value in arguments.items():

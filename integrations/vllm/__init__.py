@@ -2,8 +2,8 @@
 
     vllm serve TARGET --speculative-config '{…}' --scheduler-cls speclen.integrations.vllm.Scheduler
 
-This module imports nothing else of speclen: vLLM loads it in each of its processes, wherever speclen is installed.
-`scheduler` is the only one that imports vLLM, when vLLM asks for the class, so that all others can be tested without.
+This module imports nothing else of speclen, since vLLM loads it in each of its processes wherever speclen is installed.
+Only `scheduler` imports vLLM, when vLLM asks for the class, so all other modules can be tested without vLLM.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from functools import wraps
 from typing import Any
 
-ARGUMENTS = "vllm.engine.arg_utils"  # vLLM has imported it where it reads its configuration
+ARGUMENTS = "vllm.engine.arg_utils"  # vLLM has imported it by the time it reads its configuration
 
 
 def register() -> None:
-    """vLLM's entry point: have configurations that name our scheduler prepared, and leave all others alone."""
+    """vLLM's entry point: prepare configurations that name our scheduler, and do not change others."""
     arguments = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     create = getattr(arguments, "create_engine_config", None)
     if arguments is None or create is None or create.__module__ == __name__:

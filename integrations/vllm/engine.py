@@ -1,4 +1,4 @@
-"""The vLLM engine that the plugin works in: what it has to have, what is refused, its context and its configured lengths."""
+"""The vLLM engine that the plugin runs in: requirements, refused configurations, context, and configured lengths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from speclen.worker.config import parse_policy
 from speclen.worker.models.machine import processor_name
 from speclen.worker.models.naming import digest, model_label
 
-LEAST = (0, 32)  # before it V2 follows no lengths, and hybrid models go wrong where they change
-TRIED = ("0.32", "0.33")  # docs/guides/vllm.md says how
+LEAST = (0, 32)  # earlier V2 runners ignore chosen lengths, and hybrid models give wrong outputs where lengths change
+TRIED = ("0.32", "0.33")  # see docs/guides/vllm.md
 
-# What the hooks use of vLLM at every step. Its scheduler is not a public interface, so a newer version is judged by this.
+# Attributes of vLLM that the hooks use at every step. Its scheduler is not a public interface, so new versions are checked.
 NEEDED = {
     "Scheduler": "schedule _update_after_schedule update_from_output shutdown vllm_config requests running waiting "
     "max_num_running_reqs num_spec_tokens dynamic_sd_lookup connector ec_connector _build_kv_connector_meta",
@@ -33,15 +33,15 @@ NEEDED = {
 }
 
 NGRAM = ("ngram", "ngram_gpu")
-# Methods that draft as many tokens as a step asks for. Others assert their one length (medusa, suffix, V1's ngram_gpu), or
+# Methods that draft as many tokens as a step asks for. Others assert one fixed length (medusa, suffix, V1's ngram_gpu), or
 # have none. V1's are the list of vLLM 0.33 (config/vllm.py); V2 cuts the drafts of all its methods to the length.
 V1_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")
 V2_METHODS = (*V1_METHODS, "ngram_gpu", "dspark")
-ONE_PASS = ("draft_model", "eagle", "eagle3", "mtp")  # methods that follow lengths on V2, but for length 0
+ONE_PASS = ("draft_model", "eagle", "eagle3", "mtp")  # methods that follow lengths on V2, except length 0
 
 
 def names_of(kind: type) -> set[str]:
-    """Names that objects of a class have: the class's own, fields of a dataclass, and what `__init__` uses."""
+    """Attribute names of a class's objects: the class's own, dataclass fields, and names that `__init__` uses."""
     code = getattr(vars(kind).get("__init__"), "__code__", None)
     return {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), *(code.co_names if code else ())}
 
@@ -60,7 +60,7 @@ def check_parts(vllm_version: str, names: Mapping[str, Iterable[str]]) -> None:
 
 
 def check_config(config: Any, is_whole: bool = False) -> None:
-    """Raises ValueError for a configuration of vLLM whose lengths cannot be chosen.
+    """Raise ValueError if lengths cannot be chosen in this configuration of vLLM.
 
     config: VllmConfig. is_whole: True before vLLM has split it into one for each replica.
     """
@@ -75,7 +75,7 @@ def check_config(config: Any, is_whole: bool = False) -> None:
 
 
 def refusals(config: Any, is_whole: bool) -> Iterator[tuple[bool, str]]:
-    """Conditions under which lengths cannot be chosen, each with its sentence."""
+    """Conditions under which lengths cannot be chosen, each with the sentence of its error."""
     speculative, parallel, is_v2 = config.speculative_config, config.parallel_config, config.use_v2_model_runner
     method, runner = speculative.method, "V2" if is_v2 else "V1"
     methods = V2_METHODS if is_v2 else V1_METHODS
@@ -85,7 +85,7 @@ def refusals(config: Any, is_whole: bool) -> Iterator[tuple[bool, str]]:
         f"choose: use one of {', '.join(methods)}",
     )
     yield (
-        speculative.parallel_drafting and not is_v2 and method != "dflash",  # whose query is as wide as it is asked for
+        speculative.parallel_drafting and not is_v2 and method != "dflash",  # whose query has the requested width
         f"parallel_drafting is true (PARD, P-EAGLE), where vLLM's model runner V1 fails with {method} at any length but the "
         "largest: use a draft without it, or leave out --scheduler-cls",
     )
@@ -119,21 +119,21 @@ def refusals(config: Any, is_whole: bool) -> Iterator[tuple[bool, str]]:
 
 
 def are_independent(config: Any) -> bool:
-    """True for replicas of a dense model, each of which vLLM will make an engine of one replica, in its own process."""
+    """True for replicas of a dense model: vLLM will run each as an engine of its own, in its own process."""
     parallel = config.parallel_config
     return not config.model_config.is_moe and hasattr(parallel, "reconfigure_for_independent_dp_rank")
 
 
 def is_recurrent(config: Any) -> bool:
-    """True for models with a state besides keys and values (Mamba, GDN, KDA): steps without drafts may leave it behind.
+    """True for models with a recurrent state (Mamba, GDN, KDA), which steps without drafts may leave out of date.
 
-    GDN is mended in 0.32, which is not known of the others; and some builders capture graphs for the largest length alone.
+    vLLM 0.32 fixed this for GDN; it is not known for the others. Some builders capture graphs for the largest length only.
     """
     return bool(config.model_config.is_hybrid or config.model_config.has_inner_state)
 
 
 def has_full_graphs(config: Any) -> bool:
-    """True if lengths are captured one by one, which only V2 does."""
+    """True if each length has its own CUDA graphs, which only V2 captures."""
     return bool(config.use_v2_model_runner and "FULL" in str(config.compilation_config.cudagraph_mode))
 
 
@@ -150,7 +150,7 @@ def context_key(config: Any, settings: VllmSettings, platform: Any, vllm_version
 
 
 def draft_label(speculative: Any, name: str) -> str:
-    """Name of what drafts: a model, or the method and its settings."""
+    """Name of the drafter: a model, or the method with its settings."""
     if speculative.method in NGRAM:
         return name or f"{speculative.method} {speculative.prompt_lookup_min}-{speculative.prompt_lookup_max}"
     draft = speculative.draft_model_config
@@ -160,7 +160,7 @@ def draft_label(speculative: Any, name: str) -> str:
 
 
 def device_label(platform: Any, world_size: int) -> str:
-    """As our workers name it; several devices of one engine with their number."""
+    """Device name as in our workers, with a count if the engine uses several."""
     if platform.is_cpu():
         return f"cpu:{processor_name()} x{os.cpu_count()}"
     several = f" x{world_size}" if world_size > 1 else ""
@@ -168,7 +168,7 @@ def device_label(platform: Any, world_size: int) -> str:
 
 
 def fingerprint(config: Any, vllm_version: str) -> str:
-    """Engine, version and method in words, and a digest of whatever else of vLLM's settings changes step times."""
+    """Name of engine, version and method, and a digest of all other vLLM settings that change step times."""
     parallel, compilation, cache = config.parallel_config, config.compilation_config, config.cache_config
     rest = (
         f"torch {version('torch')} eager {config.model_config.enforce_eager} "
@@ -195,7 +195,7 @@ def traits_of(config: Any, keeps_ended: bool = False) -> Traits:
 
 
 def longest_context(config: Any) -> int:
-    """Tokens of the longest sequence for which V1 drafts; beyond it the drafts of the whole batch are zeros."""
+    """Longest sequence, in tokens, for which V1 drafts. With a longer one the drafts of the whole batch are zeros."""
     speculative = config.speculative_config
     draft = speculative.draft_model_config
     limit: int = (draft and draft.max_model_len) or config.model_config.max_model_len
@@ -211,9 +211,9 @@ def choice_limits(config: Any, captured: Set[int]) -> dict[str, Any]:
 
 
 def remarks(config: Any, captured: Set[int], lookup: Sequence[int], follows: bool) -> Iterator[str]:
-    """Limits and costs of this engine at chosen lengths, in sentences.
+    """Sentences about limits and costs of this engine with chosen lengths.
 
-    captured: lengths that vLLM's table names. lookup: the user's lengths. follows: V2's draft model drafts chosen lengths.
+    captured: lengths in vLLM's table. lookup: the user's lengths. follows: V2's draft model drafts the chosen length.
     """
     method, runner = config.speculative_config.method, "vLLM's V2 model runner"
     if not config.use_v2_model_runner:
@@ -242,7 +242,7 @@ def graph_shapes(config: Any, lengths: Iterable[int]) -> set[tuple[int, int]]:
 
 
 def ranges_of(lookup: Sequence[int], make: Callable[[int, int, int], Any]) -> list[Any]:
-    """Batch sizes from 1 on with the same length, by `make(first, last, length)`. lookup[b]: length at batch size b."""
+    """Ranges of batch sizes with equal length, made by `make(first, last, length)`. lookup[b]: length at batch size b."""
     runs = (list(run) for _, run in groupby(range(1, len(lookup)), key=lookup.__getitem__))
     return [make(run[0], run[-1], lookup[run[0]]) for run in runs]
 
@@ -253,7 +253,7 @@ def limits_of(lookup: Sequence[int], max_length: int) -> Limits:
 
 
 def configured_table(lookup: Sequence[int], policy: str, limits: Limits) -> ArmTable:
-    """The lengths to use until a controller says others, by policy. Raises ValueError for a fixed length over the limit."""
+    """Lengths to use until a controller sends others, by policy. Raises ValueError if a fixed length exceeds the limit."""
     arm = parse_policy(policy)
     if arm is None:
         choices = ranges_of(lookup[: limits.max_batch_size + 1], lambda low, high, k: Choice(low, high, Arm(k)))

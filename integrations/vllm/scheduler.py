@@ -24,11 +24,11 @@ from speclen.integrations.vllm.steering import Steering, steering_for
 log = structlog.get_logger()
 
 OFF = "speclen is off, vLLM serves on with its own lengths"
-_names: set[str] = set()  # of this process's workers: engines of one process share the user's settings
+_names: set[str] = set()  # workers of this process; its engines share the user's settings
 
 
 class Steered:
-    """The hooks into vLLM's scheduler. Whatever fails in them ends them, and vLLM serves on with its own lengths."""
+    """Hooks into vLLM's scheduler. If one fails, all are turned off, and vLLM continues with its own lengths."""
 
     steering: Steering | None = None
     _started = 0.0
@@ -44,7 +44,7 @@ class Steered:
         config, lookup = self.vllm_config, self.dynamic_sd_lookup  # type: ignore[attr-defined, has-type]
         captured = frozenset(lookup[1:] if lookup else ())
         if lookup is not None and (users := users_lookup(config)):
-            # Replicas in this process step together, and vLLM would have dropped the table.
+            # Replicas in this process run steps together, and vLLM drops the table.
             self.dynamic_sd_lookup = users if config.parallel_config.data_parallel_size == 1 else None
         try:
             check_parts(vllm.__version__, self._names_of_parts())
@@ -54,7 +54,7 @@ class Steered:
             log.warning(f"{OFF}: {error}")
 
     def _names_of_parts(self) -> dict[str, set[str]]:
-        """Attributes of the classes that are used. Imports here, where a failure does not end vLLM."""
+        """Attribute names of the classes in use. They are imported here, where a failure does not end vLLM."""
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request
@@ -63,7 +63,7 @@ class Steered:
         return {part.__name__: names_of(part) for part in parts} | {"Scheduler": {*dir(VllmScheduler), *vars(self)}}
 
     def _take_name(self, given: str) -> str:
-        """A worker's id that no other engine has: containers may share host name and process ids."""
+        """A unique worker id: containers may share host name and process ids."""
         replica = self.vllm_config.parallel_config.data_parallel_index  # type: ignore[attr-defined]
         name = given or f"vllm:{socket.gethostname()}:{uuid.uuid4().hex[:12]}"
         name = f"{name}-{replica}" if replica else name
@@ -82,7 +82,7 @@ class Steered:
         return super()._build_kv_connector_meta(connector, scheduler_output)  # type: ignore[misc]
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        """Called by `schedule` when a step is put together, and before its tokens count as computed."""
+        """Called by `schedule` after a step was assembled, before its tokens count as computed."""
         self._choose(scheduler_output)
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ class Steered:
             return
         self._chosen = scheduler_output
         requests = self.requests  # type: ignore[attr-defined]
-        # While all slots are taken, those that wait do not keep probes waiting: prefill may never end.
+        # While all slots are taken, waiting requests do not delay probes, since prefill may never end.
         is_free = len(self.running) < self.max_num_running_reqs  # type: ignore[attr-defined]
         waiting = is_free and bool(self.waiting)  # type: ignore[attr-defined]
         self._attempt(
@@ -126,11 +126,11 @@ class Steered:
 
 
 class SyncScheduler(Steered, VllmScheduler):
-    """A step is scheduled when the one before has ended: what vLLM does on CPUs, and with n-grams."""
+    """Schedules a step after the previous one has ended, as vLLM does on CPUs and with n-grams."""
 
 
 class Scheduler(Steered, AsyncScheduler):
-    """The class to name to vLLM. Where its configuration wants the scheduler that does not overlap, it makes that."""
+    """The class to name in vLLM's flags. Creates a SyncScheduler if the configuration requires steps that do not overlap."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]

@@ -1,4 +1,4 @@
-"""Settings of vLLM as a worker, by a worker's names in the environment, since vLLM has the flags; our lines in its log."""
+"""Settings of vLLM as a worker, from environment variables, since the flags are vLLM's; and logging to vLLM's log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from speclen.worker.config import parse_policy
 CONTROLLER = "SPECLEN_CONTROLLER"
 WORKER = "SPECLEN_WORKER_"
 SETTINGS = ("policy", "baseline", "target", "draft", "worker_id", "run_id")
-FILES = ("ca", "cert", "key", "token_file")  # behind CONTROLLER_
+FILES = ("ca", "cert", "key", "token_file")  # after the prefix CONTROLLER_
 SECURITY = ClientSecurity(prefix="--controller-")
 CONFIGURED = "configured"
-LOGGER = "vllm.speclen"  # below vLLM's own, whose handler and level are thereby ours
+LOGGER = "vllm.speclen"  # a child of vLLM's logger, so that its handler and level apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,9 @@ class VllmSettings:
     """Settings that `speclen worker` takes as flags.
 
     controller: HOST:PORT, or embedded.
-    policy: adaptive; profile for the lengths that vLLM was configured with; shadow for these and trials of what is learned;
-    none or fixed:K. All of them report. baseline: configured, to compare learned lengths with those that vLLM was configured
-    with, or off.
-    target, draft: names of the models for the controller; empty for vLLM's own.
+    policy: adaptive; profile: the lengths configured in vLLM; shadow: these, with trials of the learned ones; none or
+    fixed:K. All of them report. baseline: configured, to compare learned lengths with the configured ones, or off.
+    target, draft: names of the models for the controller; empty: vLLM's own names.
     """
 
     controller: str
@@ -67,7 +66,7 @@ class VllmSettings:
 
 
 def settings_from(environment: Mapping[str, str]) -> VllmSettings:
-    """Raises ValueError, naming variable and value, for what cannot work."""
+    """The settings in the environment. Raises ValueError naming an invalid variable and its value."""
     controller = environment.get(CONTROLLER) or environment.get(f"{WORKER}CONTROLLER") or EMBEDDED
     given = {name: value for name in SETTINGS if (value := environment.get(WORKER + name.upper()))}
     files = {name: Path(value) for name in FILES if (value := environment.get(f"{WORKER}CONTROLLER_{name.upper()}"))}
@@ -76,7 +75,7 @@ def settings_from(environment: Mapping[str, str]) -> VllmSettings:
 
 
 def as_variables(sentence: str) -> str:
-    """A worker's sentence with variables in place of its flags, which do not exist here. vLLM's own flags stay."""
+    """Replace a worker's flags in an error sentence by variables, since those flags do not exist here. vLLM's flags stay."""
     names = {name: WORKER + name.upper() for name in (*SETTINGS, *(f"controller_{name}" for name in FILES))}
     for name, variable in (names | {"controller": CONTROLLER}).items():
         sentence = re.sub(rf"{flag(name)}(?![\w-])", variable, sentence)
@@ -95,7 +94,7 @@ def set_up_logs() -> None:
 
 
 def as_line(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
-    """ "speclen: arms changed (version=3, arms={…})", and a traceback below where there is one."""
+    """A line such as "speclen: arms changed (version=3, arms={…})", with a traceback if there is one."""
     sentence, trace = event.pop("event"), event.pop("exception", "")
     values = ", ".join(f"{key}={value}" for key, value in event.items())
     line = as_variables(f"speclen: {sentence}{f' ({values})' if values else ''}")

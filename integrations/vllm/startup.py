@@ -1,11 +1,11 @@
-"""Decisions before vLLM starts an engine: all of them stand in vLLM's own configuration, which every rank gets.
+"""Decisions before vLLM starts an engine. All are written to vLLM's own configuration, which every rank receives.
 
 The table of lengths in vLLM's configuration names the lengths for which V2 captures full graphs: those of the user's table,
-those that the controller has learned to use, and their neighbours. The user's own table travels in `additional_config`, and
-the scheduler takes it from there. A draft model on V2 drafts the largest length at every step; `worker_extension_cls` names
-the class that has each rank's worker draft the chosen one. A rank that finds neither does nothing.
+those that the controller has learned, and their neighbours. The scheduler reads the user's own table from
+`additional_config`. A draft model on V2 drafts the largest length at every step; `worker_extension_cls` names the class that
+makes each rank's worker draft the chosen length. A rank without either does nothing.
 
-Workers load this module for that class alone, so the rest of the plugin is imported where it is used.
+Workers load this module only for that class, so the rest of the plugin is imported where it is used.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ EXTENSION = "speclen.integrations.vllm.DraftsChosenLength"
 DRAFTING = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 SWITCH = "_maybe_disable_dynamic_sd_for_data_parallel"  # of VllmConfig: drops the table of replicas
 OWN_MACHINE = ("uni", "mp")  # executors whose workers run from this environment
-LEARNED_S = 5.0  # the most that reading what was learned delays the start
+LEARNED_S = 5.0  # the longest delay of the start by reading the learned table
 
 Create = Callable[[Any], Any]  # of EngineArgs: VllmConfig
 
 
 def create_prepared(create: Create, arguments: Any) -> Any:
-    """The configuration with what the plugin decides, or vLLM's own where it cannot serve: its scheduler says why."""
-    spare = attempt(lambda: copy.deepcopy(arguments))  # vLLM writes into the first
+    """The configuration with the plugin's decisions, or vLLM's own if the plugin cannot serve; the scheduler logs why."""
+    spare = attempt(lambda: copy.deepcopy(arguments))  # vLLM changes the first one
     config = create(arguments)
     table = (arguments.speculative_config or {}).get(TABLE)
     return (spare and attempt(lambda: prepared(create, spare, config, table))) or config
 
 
 def attempt(act: Callable[[], Any]) -> Any:
-    """Its result, or None and a traceback in the log: vLLM would end."""
+    """The function's result. If it fails, a traceback is logged and None returned, since an exception would end vLLM."""
     try:
         return act()
     except Exception:
@@ -55,7 +55,7 @@ def attempt(act: Callable[[], Any]) -> Any:
 
 
 def prepared(create: Create, arguments: Any, config: Any, table: Any) -> Any:
-    """The configuration once more, with changed arguments; None for no changes. table: the user's."""
+    """Create the configuration again with changed arguments; None if nothing changes. table: the user's."""
     from speclen.integrations.vllm.settings import settings_from
     from speclen.process.embedded import DATA_DIR, EMBEDDED
 
@@ -84,9 +84,9 @@ def start_controller(data_dir: str | None) -> Any:
 
 
 def changes_to(config: Any, table: Any) -> dict[str, Any] | None:
-    """Arguments of vLLM to change, by name; None where the plugin cannot serve, or each node makes its own configuration.
+    """Arguments of vLLM to change, by name; None if the plugin cannot serve, or if each node makes its own configuration.
 
-    config: VllmConfig as vLLM alone makes it. table: the user's, or None, which means the largest length everywhere.
+    config: VllmConfig as vLLM makes it without the plugin. table: the user's; None: the largest length everywhere.
     """
     from speclen.integrations.vllm.engine import check_config, has_full_graphs, is_recurrent, ranges_of
     from speclen.integrations.vllm.settings import settings_from
@@ -96,7 +96,7 @@ def changes_to(config: Any, table: Any) -> dict[str, Any] | None:
     try:
         settings = settings_from(os.environ)
         check_config(config, is_whole=True)
-    except (ValueError, AttributeError):  # the latter: a newer vLLM without the name
+    except (ValueError, AttributeError):  # not found in a newer vLLM
         return None
     if config.parallel_config.nnodes > 1 or not isinstance(own_config, dict):
         return None
@@ -119,20 +119,20 @@ def changes_to(config: Any, table: Any) -> dict[str, Any] | None:
 
 
 def can_extend(config: Any) -> bool:
-    """True if all workers run from this environment, and the user has no extension of their own."""
+    """True if all workers run from this environment, and the user has not set another extension."""
     parallel = config.parallel_config
     return parallel.distributed_executor_backend in OWN_MACHINE and not parallel.worker_extension_cls
 
 
 def lookup_to_capture(lookup: Sequence[int], learned: Mapping[int, int], longest: int) -> list[int]:
-    """Lengths by batch size that name all lengths to capture, each where it is used if it is. lookup: the user's."""
+    """Lengths by batch size with every length to capture, at a size that uses it if possible. lookup: the user's."""
     used = [min(learned.get(size, length), longest) for size, length in enumerate(lookup)]
     near = {length + step for length in used[1:] for step in (-1, 1)}
     return with_lengths(used, set(lookup[1:]) | {length for length in near if 0 <= length <= longest}, lookup)
 
 
 def with_lengths(used: Sequence[int], wanted: Set[int], first: Sequence[int] = ()) -> list[int]:
-    """The lengths by batch size, with those that are missing at the smallest sizes, where vLLM adds fewest graphs for them.
+    """Lengths by batch size, plus missing lengths at the smallest sizes, where they add the fewest graphs.
 
     first: lengths to take first if there are not enough batch sizes for all.
     """
@@ -147,7 +147,7 @@ def with_lengths(used: Sequence[int], wanted: Set[int], first: Sequence[int] = (
 
 @contextlib.contextmanager
 def keeping_table(config: Any) -> Iterator[None]:
-    """Have vLLM keep the table of replicas that will be engines of their own; it drops that of all replicas."""
+    """Make vLLM keep the table for replicas that become engines of their own; it drops that of all replicas."""
     from speclen.integrations.vllm.engine import are_independent
 
     kind, switch_off = type(config), getattr(type(config), SWITCH, None)
@@ -168,11 +168,11 @@ def users_lookup(config: Any) -> list[int] | None:
     return found and [0, *(length for low, high, length in found["table"] for _ in range(low, high + 1))]
 
 
-# What was learned. In a process of its own: vLLM forks engines from this one, where gRPC must not have run.
+# The learned table. It is read in a separate process: vLLM forks engines from this one, where gRPC must not have run.
 
 
 def learned_by(config: Any) -> dict[int, int]:
-    """Learned length by batch size, where one rests on samples. Empty where nobody answers in LEARNED_S."""
+    """Learned length by batch size, if based on samples. Empty if the controller does not answer within LEARNED_S."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -191,7 +191,7 @@ def learned_by(config: Any) -> dict[int, int]:
 
 
 def print_learned(key: bytes) -> None:
-    """Ask the controller, and print [first size, last size, length] of each best row that rests on samples."""
+    """Ask the controller, and print [first size, last size, length] of each best row that is based on samples."""
     import asyncio
 
     import grpc
@@ -220,21 +220,21 @@ def print_learned(key: bytes) -> None:
     print(json.dumps([[row.batch_min, row.batch_max, row.speculation_length] for row in rows]))
 
 
-# In the workers of V2.
+# In V2's workers.
 
 
 class DraftsChosenLength:
-    """The worker's extension: naming it to vLLM loads it on every rank, after `follow_lengths`."""
+    """Extension of the worker: vLLM loads it on every rank, after `follow_lengths`."""
 
 
 def follow_lengths() -> None:
-    """Have V2's draft models end after the chosen length, in engines that name DraftsChosenLength."""
+    """Make V2's draft models stop at the chosen length, in engines that name DraftsChosenLength."""
     try:
         speculator = import_module(DRAFTING).StandaloneARSpeculator
         is_new = speculator.propose.__module__ != __name__
         if is_new and "num_speculative_tokens" not in inspect.signature(speculator.propose).parameters:
             raise AttributeError("propose has no argument num_speculative_tokens")
-    except Exception as error:  # whatever it is, vLLM would end
+    except Exception as error:  # any exception would end vLLM
         log.warning("speclen: V2's draft model drafts the largest length at every step: %s", error)
         return
     if is_new:
@@ -242,8 +242,8 @@ def follow_lengths() -> None:
 
 
 def following(propose: Callable[..., Any]) -> Callable[..., Any]:
-    """A `propose` that ends after as many tokens as it is asked for, and after one at least: the draft's keys and values
-    need that pass. Its result is as wide as the largest length, which vLLM's runner counts on.
+    """A `propose` that drafts the requested number of tokens, and at least one, since the draft's keys and values need that
+    pass. Its result has the width of the largest length, which vLLM's runner expects.
     """
 
     def propose_chosen(self: Any, *args: Any, **kwargs: Any) -> Any:

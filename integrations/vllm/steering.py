@@ -1,4 +1,4 @@
-"""The length of every step of one scheduler, from a controller; reports leave in a thread that vLLM never waits for."""
+"""Selects the length of every step of one scheduler. Reports are sent from a thread that vLLM never waits for."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from speclen.worker.reporting.conversions import WorkerCard
 
 log = structlog.get_logger()
 
-# Choices of a probe. The first step of another length is not a usable sample of time: it verifies one and drafts another.
+# Steps of a probe. The first step at another length is not a usable sample: it verifies one length and drafts another.
 PROBE_STEPS = 4
-TRANSITION_STEPS = 2  # after a change of length that are no samples in trials
-OVERLAPPED_PROBE_STEPS = 5  # where steps overlap without a device's clock: the least that gives one usable sample
+TRANSITION_STEPS = 2  # steps after a change of length that trials do not count
+OVERLAPPED_PROBE_STEPS = 5  # if steps overlap without a device clock: the least number that gives one usable sample
 RESTART_S = 5.0  # pause after a failure that the client does not handle itself
 TELL_S = 60.0  # between two lines in the log
 LAST_REPORTS_S = 2.0  # for the last reports to reach the disk at the end
-NUM_COSTS = 10_000  # of the newest steps are kept
-MIN_SAMPLES = 20  # of a batch size or one near it, before the controller's length is used there
+NUM_COSTS = 10_000  # number of newest steps kept
+MIN_SAMPLES = 20  # samples at or near a batch size before the controller's length is used there
 NEAR = 2  # samples count at sizes within one in this many
-FLAGGED = 0.3  # samples that a step with flags counts for: where requests arrive all the time, most steps have prompts
+FLAGGED = 0.3  # weight of a flagged step: if requests arrive all the time, most steps include prefill
 
-# vLLM's scheduler, of which vllm_config, num_spec_tokens, dynamic_sd_lookup, connector and ec_connector are looked at.
+# vLLM's scheduler. Used attributes: vllm_config, num_spec_tokens, dynamic_sd_lookup, connector and ec_connector.
 Engine: TypeAlias = Any
 
 
@@ -62,7 +62,7 @@ class Reporting:
     ) -> None:
         self.control = control
         self._controller, self._security = controller, (credentials, metadata)
-        self.tell: Callable[[], None] = lambda: None  # called now and then
+        self.tell: Callable[[], None] = lambda: None  # called periodically
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="speclen-reporting", daemon=True)
 
@@ -70,7 +70,7 @@ class Reporting:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give the last reports a moment, then end the thread."""
+        """Wait briefly for the last reports to be sent, then end the thread."""
         deadline = time.monotonic() + LAST_REPORTS_S
         while self.control.connected and self.control.buffer and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -78,7 +78,7 @@ class Reporting:
         self._thread.join(LAST_REPORTS_S)
 
     def abandon(self) -> None:
-        """Have the thread end, and wait neither for it nor for the last reports."""
+        """Let the thread end without waiting for it or for the last reports."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -105,10 +105,10 @@ class Reporting:
 
 
 class CautiousLengths:
-    """Replaces a controller's choices at batch sizes without evidence, and lengths that may not or should not be chosen.
+    """Replaces a controller's lengths at batch sizes without evidence, and lengths that cannot or should not be used.
 
-    configured: the lengths that vLLM would use. captured: lengths with full graphs, for steps of up to max_captured tokens;
-    empty where no length has an advantage. least: the smallest length to choose.
+    configured: lengths that vLLM itself would use. captured: lengths with full graphs, for steps of up to max_captured
+    tokens; empty if no length has an advantage. least: the smallest length to use.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class CautiousLengths:
     ) -> None:
         self.configured, self.captured, self.max_captured, self.least = configured, captured, max_captured, least
         self._own = [0.0] * len(configured.arms)  # samples by batch size
-        self._samples = self._own.copy()  # those of neighbours included
+        self._samples = self._own.copy()  # including those of neighbours
 
     def note(self, step: StepRecord) -> None:
-        """Count a reported step, until its batch size has enough for its neighbours, too: a batch may have hundreds."""
+        """Count a reported step for its batch size and its neighbours, until its own has enough for all of them."""
         own = min(step.batch_size, len(self._own) - 1)
         if self._own[own] >= MIN_SAMPLES:
             return
@@ -129,9 +129,9 @@ class CautiousLengths:
             self._samples[size] += weight
 
     def choice(self, batch_size: int, wanted: ArmChoice, table: ArmTable) -> ArmChoice:
-        """The choice to use in place of the controller's. Probes are followed, since evidence begins with them.
+        """The choice to use instead of the controller's. Probes are always followed, since evidence begins with them.
 
-        table: the controller's, for a probe of a length that may not be chosen: no other length answers for that probe.
+        table: the controller's, used for a probe of a length that cannot run: another length must not count as that probe.
         """
         length = wanted.arm.speculation_length
         if wanted.probe_id:
@@ -152,20 +152,20 @@ class CautiousLengths:
 
 
 class Cost:
-    """Seconds that choosing and reporting take in a step. Written by the engine's thread, read by any."""
+    """Seconds that choosing and reporting take per step. Written by the engine's thread, read by any thread."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque(maxlen=NUM_COSTS)
         self.add = self._newest.append
 
     def quantile(self, share: float) -> int:
-        """Microseconds that this share of the steps cost at most, 0 without any."""
+        """Quantile of the cost in microseconds; 0 without steps."""
         costs = sorted(self._newest.copy())
         return round(1e6 * costs[min(int(share * len(costs)), len(costs) - 1)]) if costs else 0
 
 
 class Steering:
-    """One scheduler's lengths. Its methods are called from the engine's thread and wait for nothing."""
+    """Lengths of one scheduler. Its methods are called from the engine's thread and never block."""
 
     def __init__(
         self, control: ControlClient, tracker: StepTracker, lengths: CautiousLengths, reporting: Reporting
@@ -176,13 +176,13 @@ class Steering:
         self.reporting = reporting
         self.num_reported = 0
         self.cost = Cost()
-        self._so_far_s = 0.0  # of steps under way
+        self._so_far_s = 0.0  # of steps in flight
 
     def scheduled(self, output: Scheduled, requests: Mapping[str, Request], waiting: bool, started: float) -> None:
-        """Set how many tokens the step drafts, by the number of sequences that will decode in the next one.
+        """Set how many tokens the step drafts, by the number of sequences that decode in the next step.
 
-        waiting: True if requests wait while a slot is free. In a step without prefill it was not the step's size that left
-        them out, but a full KV cache or a pause: that may last, so they do not hold up probes.
+        waiting: True if requests wait while a slot is free. If the step has no prefill, they wait for KV memory or because
+        of a pause. That may last, so they do not delay probes.
         """
         begin = time.perf_counter()
         step = self.tracker.scheduled(output, requests, started)
@@ -197,13 +197,13 @@ class Steering:
         self._so_far_s += time.perf_counter() - begin
 
     def arrived(self, output: Scheduled, requests: Mapping[str, Request], ended: float) -> None:
-        """Note the result of a step, which is there since `ended`. Called before vLLM looks at it."""
+        """Note that the result of a step arrived at time `ended`. Called before vLLM processes it."""
         begin = time.perf_counter()
         self.tracker.arrived(output, requests, ended)
         self._so_far_s += time.perf_counter() - begin
 
     def finished(self, sampled: Sampled, busy: bool) -> None:
-        """Report the step that arrived. busy: True if requests go on."""
+        """Report the step that arrived. busy: True if requests remain."""
         begin = time.perf_counter()
         found = self.tracker.finished(sampled, busy)
         if found is not None:
@@ -214,12 +214,12 @@ class Steering:
         self._so_far_s = 0.0
 
     def stop(self) -> None:
-        """End reporting, and log what it came to."""
+        """End reporting, and log its totals."""
         self.reporting.stop()
         self.tell()
 
     def abandon(self) -> None:
-        """End reporting, and wait for nothing: a silent worker must not look alive to the controller."""
+        """End reporting without waiting: a worker that no longer reports must not look alive to the controller."""
         self.reporting.abandon()
 
     def tell(self) -> None:
@@ -241,7 +241,7 @@ def steering_for(
     name_of: Callable[[str], str],
     captured: Set[int],
 ) -> Steering:
-    """Steering that reports already. Raises ValueError with one sentence, naming variables, for what cannot work.
+    """Create the steering and start its reports. Raises ValueError with one sentence that names the variables.
 
     name_of: the worker's id, given the user's. captured: lengths that vLLM captures graphs for.
     """
@@ -264,7 +264,7 @@ def steering_for(
     reporting = Reporting(control, settings.controller, credentials, metadata)
     keeps_ended = engine.connector is not None or engine.ec_connector is not None
     tracker = StepTracker(traits_of(config, keeps_ended), ArmChoice(Arm(engine.num_spec_tokens)), clock)
-    # A policy of the worker's own is followed to the letter.
+    # A policy set by the user is followed exactly.
     limits = choice_limits(config, captured) if control.follow else {}
     steering = Steering(control, tracker, CautiousLengths(control.table, **limits), reporting)
     reporting.tell = steering.tell

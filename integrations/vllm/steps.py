@@ -1,8 +1,8 @@
-"""Steps of vLLM as our reports have them. Knows nothing of gRPC, and of vLLM only what its scheduler passes.
+"""Turns steps of vLLM into step records. Uses no gRPC, and of vLLM only what its scheduler passes.
 
-A step of vLLM verifies the drafts of the step before it and drafts for the one after it. Its time is that of verifying
-the one length and drafting the other: a usable sample only where both are equal. `timing` has the rule for steps that
-overlap. Accepted tokens are usable in nearly all steps.
+A step of vLLM verifies the drafts of the previous step and drafts for the next one. Its time is that of verifying one length
+and drafting another, so it is a usable sample only if both are equal. `timing` has the rule for steps that overlap. Accepted
+tokens are usable in nearly all steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EMPTY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps in flight; vLLM has two
 
-# Classes of vLLM, of which `engine.NEEDED` lists what is used: Request, SchedulerOutput and ModelRunnerOutput.
+# Classes of vLLM: Request, SchedulerOutput and ModelRunnerOutput. `engine.NEEDED` lists the attributes in use.
 Request: TypeAlias = Any
 Scheduled: TypeAlias = Any
 Sampled: TypeAlias = Any
@@ -39,11 +39,11 @@ Sampled: TypeAlias = Any
 class Traits:
     """Properties of an engine that its reports depend on.
 
-    ragged: the method proposes what it finds (n-grams), so shorter drafts are ordinary: they count at the length that was
-    asked for, which is what is chosen. Otherwise such steps mix lengths. overlapped: steps are scheduled before the one
-    ahead of them has ended. late_drafts: a result is taken before the step's own drafts are made, which then take time
-    of the next step. keeps_ended: vLLM may hold on to a request that has ended, while somebody reads its keys and values.
-    longest_context: one sequence beyond it makes all drafts of its step void; None: no such limit.
+    ragged: the method proposes what it finds (n-grams), so shorter drafts are ordinary, and count at the requested length.
+    Otherwise such steps mix lengths. overlapped: a step is scheduled before the previous one has ended. late_drafts: a
+    result is read before the step's own drafts are made, which then take time of the next step. keeps_ended: vLLM may keep
+    an ended request while its keys and values are read. longest_context: one longer sequence makes all drafts of its step
+    void; None: no limit.
     """
 
     ragged: bool = False
@@ -55,11 +55,11 @@ class Traits:
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was scheduled. choice: the one that led to the drafts that it verifies.
+    """A scheduled step. choice: the arm whose drafts it verifies.
 
-    prompts: sequences in prefill, which are not among the num_decoding. num_next: sequences that decode after it.
-    verifies_void, drafts_void: drafts that are no predictions. over: sequences whose request ended before the result.
-    mark: the point in the device's stream where it begins, if there is a device clock.
+    prompts: sequences in prefill; num_decoding does not count them. num_next: sequences that decode in the next step.
+    verifies_void, drafts_void: True if these drafts are not predictions. over: sequences whose request ended before the
+    result. mark: where the step begins in the device's stream, if there is a device clock.
     """
 
     scheduled: Scheduled
@@ -79,14 +79,14 @@ class PendingStep:
 
 
 class StepTracker:
-    """Follows the steps of one scheduler: `scheduled` and `drafts`, `arrived` as its result comes, then `finished`.
+    """Follows the steps of one scheduler, by calls of `scheduled` and `drafts`, `arrived` with the result, then `finished`.
 
-    clock: the device's; None where there is none to read. With it the record of a step comes out one step later.
+    clock: of the device; None if it cannot be read. With a clock, the record of a step is complete one step later.
     """
 
     def __init__(self, traits: Traits, first: ArmChoice, clock: DeviceClock | None = None) -> None:
         self.traits, self.clock = traits, clock
-        self.num_odd = 0  # steps whose sequences do not add up: not reported
+        self.num_odd = 0  # steps whose counts of sequences disagree; they are not reported
         self._drafting, self._drafts_void = first, False  # of the newest step
         self._pending: deque[PendingStep] = deque(maxlen=MAX_PENDING)
         self._before: deque[StepShape] = deque(maxlen=NUM_BEFORE)
@@ -94,12 +94,12 @@ class StepTracker:
         self._seen: set[tuple[int, int, int]] = set()
         self._arrived: PendingStep | None = None
         self._untimed: tuple[StepRecord, PendingStep, PendingStep | None] | None = None
-        self._drifts: deque[float] = deque(maxlen=DRIFT_STEPS)  # of alike steps: the host's interval less the device's
+        self._drifts: deque[float] = deque(maxlen=DRIFT_STEPS)  # host interval minus device interval of similar steps
         self._ended = 0.0
         self._busy = False
 
     def scheduled(self, output: Scheduled, requests: Mapping[str, Request], started: float) -> PendingStep | None:
-        """A step that was scheduled, before vLLM counts its tokens as computed; None for one without any."""
+        """Note a scheduled step before vLLM counts its tokens as computed. None for a step without tokens."""
         tokens = output.num_scheduled_tokens
         if not tokens:
             return None
@@ -131,7 +131,7 @@ class StepTracker:
         return step
 
     def _in_prompts(self, output: Scheduled, requests: Mapping[str, Request]) -> tuple[Set[str], Set[str]]:
-        """Sequences of a step that compute prompt tokens, and those of them that have more to compute after it."""
+        """Sequences of a step that compute prompt tokens, and those among them that are not done after it."""
         tokens = output.num_scheduled_tokens
         prompts = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         prompts |= self._prefilling & tokens.keys()
@@ -140,7 +140,7 @@ class StepTracker:
         return prompts, unfinished
 
     def _is_too_long(self, output: Scheduled, requests: Mapping[str, Request]) -> bool:
-        """True if a sequence is over the limit when the step has computed its tokens."""
+        """True if a sequence exceeds the limit after the step."""
         longest, tokens = self.traits.longest_context, output.num_scheduled_tokens
         if longest is None:
             return False
@@ -150,7 +150,7 @@ class StepTracker:
         return any(requests[name].num_computed_tokens + num > longest for name, num in tokens.items())
 
     def drafts(self, step: PendingStep, choice: ArmChoice) -> None:
-        """The step drafts at this choice. vLLM from 0.33 on does not where no sequence could use it (skip_drafts)."""
+        """Note the arm for which the step drafts. From 0.33 on, vLLM skips drafts that no sequence could use."""
         self._drafting, shape = choice, step.shape
         is_without = step.drafts_void or getattr(step.scheduled, "skip_drafts", False)
         shape.drafted = 0 if is_without else choice.arm.speculation_length
@@ -159,10 +159,10 @@ class StepTracker:
         self._seen.add(key)
 
     def arrived(self, output: Scheduled, requests: Mapping[str, Request], ended: float) -> None:
-        """The result of a step is there; vLLM has not looked at it yet."""
+        """Note that the result of a step has arrived. vLLM has not processed it yet."""
         self._arrived = step = self._take(output)
         if step is None:
-            self._busy = False  # a step without tokens, which is none: the next one begins when it is scheduled
+            self._busy = False  # a step without tokens does not count: the next one begins when it is scheduled
             return
         step.latency_s = ended - self._began(step)
         step.over = self._ended_requests(output, requests)
@@ -171,17 +171,17 @@ class StepTracker:
             self._pending[0].shape.was_queued = True
 
     def _ended_requests(self, output: Scheduled, requests: Mapping[str, Request]) -> Set[str]:
-        """Sequences whose request ended. vLLM does not cut off their tokens any more, so they tell nothing."""
+        """Sequences whose request has ended. vLLM no longer cuts off their tokens, so their accepted runs are unknown."""
         tokens, find = output.num_scheduled_tokens, requests.get
         if not self.traits.keeps_ended:
             return {name for name in tokens if name not in requests}
         return {name for name in tokens if (one := find(name)) is None or one.is_finished()}
 
     def finished(self, sampled: Sampled, busy: bool) -> StepRecord | None:
-        """The record of the step that arrived, when vLLM has cut off the tokens behind the end of each request.
+        """The record of the step that arrived. Called after vLLM has cut off tokens after the end of each request.
 
-        busy: True if requests go on. None if no sequence shows how many tokens were accepted. With a device clock it is
-        the record of the step before, which the device has passed for certain.
+        busy: True if requests remain. Returns None if no sequence shows how many tokens were accepted. With a device clock,
+        returns the record of the previous step, which the device has certainly completed.
         """
         step, self._arrived = self._arrived, None
         if step is None:
@@ -196,7 +196,7 @@ class StepTracker:
         return timed
 
     def _timed(self, clock: DeviceClock) -> StepRecord | None:
-        """The record that waits, with the device's time."""
+        """The waiting record with the time of the device."""
         if self._untimed is None:
             return None
         record, step, following = self._untimed
@@ -238,16 +238,16 @@ class StepTracker:
         )
 
     def _take(self, output: Scheduled) -> PendingStep | None:
-        """The pending step of an output. Those before it never ended: vLLM gave them up."""
+        """The pending step of an output. Earlier pending steps are dropped, since vLLM gave them up."""
         for position, step in enumerate(self._pending):
             if step.scheduled is output:
                 for _ in range(position + 1):
                     self._pending.popleft()
                 return step
-        return None  # a step without tokens: nothing to do with those in flight
+        return None  # a step without tokens, unrelated to those in flight
 
     def _began(self, step: PendingStep) -> float:
-        """Begin of a step's time: where the one before ended, unless vLLM waited for requests in between."""
+        """Start of a step's time: the end of the previous step, unless vLLM waited for requests in between."""
         if self.traits.overlapped:
             return max(step.started, self._ended)
         return self._ended if self._busy else step.started
@@ -269,20 +269,20 @@ class StepTracker:
 
 
 def is_unfinished(request: Request, num_tokens: int) -> bool:
-    """True if a sequence is still in its prompt after a step that computes num_tokens of it."""
+    """True if a sequence is still in prefill after a step that computes num_tokens of it."""
     return request.num_computed_tokens + num_tokens < request.num_tokens + request.num_output_placeholders
 
 
 def invalid_drafts(output: Scheduled) -> Set[str]:
-    """Sequences with draft tokens that a grammar forbids: they are rejected whatever the draft model is worth."""
+    """Sequences with draft tokens that a grammar forbids. Their rejection says nothing about the draft model."""
     invalid = output.num_invalid_spec_tokens
     return {name for name, num in invalid.items() if num} if invalid else EMPTY
 
 
 def accepted_histogram(sampled: Sampled, skipped: Set[str], length: int) -> tuple[int, ...] | None:
-    """Sequences by accepted run, 0 to length, without those skipped; None where a run is longer."""
+    """Histogram of accepted runs, 0 to length, without skipped sequences; None if a run is longer."""
     rows = sampled.sampled_token_ids
-    num_rows = Counter(map(len, rows))  # sequences by tokens, the last of which is the target's own
+    num_rows = Counter(map(len, rows))  # sequences by number of tokens, the bonus token included
     for index in map(sampled.req_id_to_index.get, skipped):
         if index is not None:
             num_rows[len(rows[index])] -= 1
