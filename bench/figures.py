@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median of some repeats, with the least and the greatest."""
+    """Median of some repeats, with minimum and maximum."""
 
     median: float
     low: float
@@ -30,7 +30,7 @@ class Spread:
 
 
 def figure(value: float) -> str:
-    """Three significant digits, or all before the point."""
+    """A number with three significant digits, or with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -46,7 +46,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-Rates = Mapping[str, Mapping[str, float]]  # by policy, by requests at once
+Rates = Mapping[str, Mapping[str, float]]  # by policy and number of concurrent requests
 
 
 def as_table(name: str, rates: Rates) -> str:

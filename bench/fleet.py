@@ -45,7 +45,7 @@ EOF: Any = aio.EOF  # type: ignore[attr-defined]
 
 
 def simulated_steps(rng: random.Random, num: int) -> list[pb.StepReport]:
-    """Plausible steps: a batch size that wanders, lengths around 3, the usual cost model with 5% noise."""
+    """Plausible steps: batch sizes that change slowly, lengths around 3, and a linear cost model with 5% noise."""
     steps, batch_size = [], rng.randint(1, MAX_BATCH_SIZE)
     for _ in range(num):
         batch_size = min(max(batch_size + rng.randint(-1, 1), 1), MAX_BATCH_SIZE)
@@ -223,7 +223,7 @@ async def load_of(
 
 @asynccontextmanager
 async def reporting(workers: list[SimulatedWorker], group: int, steps_per_s: float) -> AsyncIterator[None]:
-    """Let workers report for the length of the block; their first error is raised."""
+    """Let workers report for the duration of the block. Raises the first error of a worker."""
     tasks = [asyncio.create_task(worker.report(group, steps_per_s)) for worker in workers]
     try:
         yield
@@ -248,7 +248,7 @@ def percentiles_ms(values_s: list[float]) -> tuple[float, float]:
 
 
 async def call_times(channel: aio.Channel, seconds: float) -> list[float]:
-    """Durations of other calls, made one after the other for this many seconds."""
+    """Durations of other calls, made one after another for the given number of seconds."""
     stub, until, taken = rpc.ControlServiceStub(channel), time.perf_counter() + seconds, []
     while time.perf_counter() < until:
         began = time.perf_counter()
@@ -330,7 +330,7 @@ def measured(workers: int, group: int, steps_per_s: float, seconds: float) -> Lo
 
 
 def show(setups: Mapping[str, partial[Load]], repeats: int, as_json: bool) -> None:
-    """Measure the setups in turns; print medians with the least and the greatest repeat."""
+    """Measure the setups in turns, and print medians with minimum and maximum."""
     loads: dict[str, list[dict[str, float]]] = {name: [] for name in setups}
     for repeat in range(repeats):
         for name, measure in setups.items():

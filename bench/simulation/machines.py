@@ -1,17 +1,17 @@
 """Step times of simulated machines, calibrated on an H200.
 
-own-h200.json has sums over blocks of 5 s of speclen's engine at fixed lengths and with n-grams alone. Milliseconds a step
-(tokens per sequence), by requests at a time:
+own-h200.json has sums over blocks of 5 s of speclen's engine at fixed lengths and with n-grams alone. Milliseconds per step
+(tokens per sequence), by number of concurrent requests:
 
-    at once   plain   1           3           5           8           n-gram
+    requests  plain   1           3           5           8           n-gram
     2         6.0     7.2 (1.9)   9.6 (2.8)   12.1 (3.3)  13.7 (3.8)  6.2 (1.8)
     4         6.5     8.8 (1.8)   11.6 (2.6)  14.6 (3.2)  17.4 (3.5)  7.3 (1.9)
     8         6.9     10.8 (1.7)  13.3 (2.5)  15.5 (2.8)  17.5 (3.0)  8.0 (1.5)
 
-So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its sequences beyond two.
+So a draft pass takes about 1.1 ms, and drafting takes another 1.1 ms per doubling of its sequences beyond two.
 
-vllm-h200-b.json has vLLM with a target of 6.7 B and a draft of 125 M: times of its blocks at fixed lengths relative to
-length 3 in the same round, and absolute times of length 3 in its fast blocks. Length 5 is from recording a.
+vllm-h200-b.json is from vLLM with a target of 6.7 B and a draft of 125 M parameters: times of blocks at fixed lengths
+relative to length 3 in the same round, and absolute times of length 3 in the fast blocks. Length 5 is from recording a.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 
 
 class Machine(NamedTuple):
-    """Seconds of the parts of a step at level 1.
+    """Seconds that the parts of a step take at level 1.
 
-    drafting_s: of a step that drafts, per doubling of the drafting sequences beyond two. token_s: per draft token verified;
-    late_token_s: beyond `knee` verified tokens, where the device computes as fast as it can. padding: numbers of tokens that
-    CUDA graphs were captured for. expert_s: of each of 128 experts that is active, 8 per token. context_s: per token held.
-    cliff, cliff_s: tokens beyond which a step takes that much longer.
+    drafting_s: of a step that drafts, per doubling of the drafting sequences beyond two. token_s: per verified draft token;
+    late_token_s: the same beyond `knee` verified tokens, where the device is compute-bound. padding: numbers of tokens with
+    CUDA graphs. expert_s: per active expert, of 128 with 8 per token. context_s: per token held. cliff, cliff_s: number of
+    tokens beyond which a step takes longer, and by how much.
     """
 
     overhead_s: float = 0.0057
@@ -58,16 +58,16 @@ class Machine(NamedTuple):
         return seconds + self.pass_s * passes + self.first_pass_s(drafting) if passes else seconds
 
     def first_pass_s(self, drafting: float) -> float:
-        """Seconds of drafting for that many sequences beside the draft passes."""
+        """Seconds that drafting takes for this number of sequences, in addition to the draft passes."""
         return self.drafting_s * log2(max(drafting, 2.0) / 2.0)
 
     def slower(self, factor: float, *parts: str) -> Machine:
-        """Return another machine, some of whose parts take that many times as long."""
+        """A copy of the machine in which some parts take longer, by factors."""
         return self._replace(**{part: getattr(self, part) * factor for part in parts})
 
 
 class VllmMachine(NamedTuple):
-    """vLLM as recorded: its steps take no other time than those of the table."""
+    """vLLM as recorded. Step times are those of the table."""
 
     pass_s: float = 0.0
     context_s: float = 0.0
@@ -77,7 +77,7 @@ class VllmMachine(NamedTuple):
         return VLLM_S[int(batch)][round(passes)]
 
     def first_pass_s(self, drafting: float) -> float:
-        """Drafting takes nothing beside the recorded times."""
+        """0: the recorded times include drafting."""
         return 0.0
 
 

@@ -1,7 +1,7 @@
 """Reports of a worker whose steps overlap, as vLLM's do: two steps late, with the plugin's flags.
 
-Recorded: `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged. 1.4% of the
-steps report 0.5 to 3 ms: their result arrived right after the one before, as the queue ran empty.
+In the recordings, steps flagged `prefill` and `first_use` take as long as others (ratios 1.00 and 1.05). 1.4% of the steps
+report 0.5 to 3 ms: the queue had run empty, so their result arrived right after the previous one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Queue:
         self._reports: list[StepRecord] = []
 
     def add(self, record: StepRecord, with_prefill: bool, ran_empty: bool) -> None:
-        """Add a step. The one before it drafted what it verifies, so the flags of the one before that are known."""
+        """Add a step, and report the one two steps earlier, whose flags are known now."""
         length = record.arm.speculation_length
         if self._pending:
             self._drafted(self._pending[-1][1], length)
@@ -36,13 +36,13 @@ class Queue:
             self._report(self._pending[1][1])
 
     def drain(self) -> None:
-        """Report all: no step follows the last one."""
+        """Report all remaining steps. The last one has no successor."""
         self._drafted(self._pending[-1][1], self._pending[-1][1].verified)
         while self._pending:
             self._report(self._pending[1][1] if len(self._pending) > 1 else None)
 
     def take(self) -> list[StepRecord]:
-        """Reports since the last call."""
+        """Return the reports since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

@@ -1,7 +1,7 @@
-"""Plays learners in a world: every learner meets the same requests, loads and noise.
+"""Runs learners in a simulated world. Every learner gets the same requests, loads and noise.
 
-A step is scored by its expected time, and by the oracle's expected time for the same tokens: chance decides what a learner
-sees, not what it is given for it.
+A step is scored by its expected time relative to the oracle's for the same tokens. So noise affects what a learner observes,
+but not its score.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Score:
 
 
 def play(learner: Learner, scene: Scene) -> Score:
-    """Let a learner select every arm until the time is over."""
+    """Run the simulation with arms selected by a learner."""
     score = Score()
     workers = [Worker(site, learner, score) for site in scene.workers]
     if scene.world.last_is_faulty:
@@ -64,7 +64,7 @@ def play(learner: Learner, scene: Scene) -> Score:
 
 
 class Worker:
-    """A worker as it plays: its requests, reports on their way, and the probe that it runs.
+    """A simulated worker: its requests, its undelivered reports, and the probe that it runs.
 
     A probe begins at a step without prefill within PROBE_VALID_S.
     """
@@ -90,7 +90,7 @@ class Worker:
     # Requests
 
     def _begin(self) -> bool:
-        """Begin a stretch of the load or a stage where it is due; False if nothing changes."""
+        """Begin a phase of the load, or a stage of the world, if it is due. False if nothing changes."""
         site = self.site
         place = site.load.index_at(self.now_s), bisect_right(site.starts, self.now_s) - 1
         if place == self._place:
@@ -113,7 +113,7 @@ class Worker:
         return True
 
     def _admit(self, rows: np.ndarray) -> None:
-        """Replace the requests in some rows by the next ones."""
+        """Replace the requests of some sequences by the next ones."""
         places = np.arange(self._next_request, self._next_request + len(rows)) % NUM_REQUESTS
         self._next_request += len(rows)
         texts = self.site.requests[places] % len(self._outputs.num_tokens)
@@ -127,7 +127,7 @@ class Worker:
         self._held = int((self._outputs.prompts[self._text[rows]] + self._at[rows] - starts).sum())
 
     def _advance(self, tokens: np.ndarray, num_tokens: int) -> tuple[int, ...]:
-        """Go on by a step; returns the outputs that ended. Those admitted in vLLM's step decode from the next one on."""
+        """Advance by a step, and return the outputs that ended. In vLLM, admitted sequences decode from the next step on."""
         rows = self._rows
         self._at[rows] += tokens
         self._held += num_tokens
@@ -147,7 +147,7 @@ class Worker:
     # Steps
 
     def step(self) -> None:
-        """Take a step, after the delivery of the reports before it if that is due."""
+        """Run a step. Deliver earlier reports first if that is due."""
         site, world = self.site, self.site.world
         if self.now_s >= self._due_s or self._sent:
             self._deliver()
@@ -166,7 +166,7 @@ class Worker:
         level = site.level[int(self.now_s / GRID_S)]
         spent_s = level * (seconds[place] + extra_s)
         happened_s = self._truth.machine.step_s(batch, num_drafting, passes, num_verified, context) + extra_s
-        if self._queue:  # the time between two results is of both steps
+        if self._queue:  # the interval between two results covers both steps
             before = self._last.speculation_length
             before_s = self._truth.machine.step_s(batch, batch, before, batch * (1 + before), context)
             happened_s = (happened_s + before_s) / 2
@@ -218,7 +218,7 @@ class Worker:
     def _change(
         self, arm: Arm, batch: int, passes: int, num_drafting: int, step_s: float
     ) -> tuple[list[StepFlag], float]:
-        """Flags of a step in its worker, and seconds that the change of arm costs."""
+        """Flags of a step, and seconds that the change of arm costs."""
         if self._queue:
             return [], 0.0
         flags, extra_s, transition = list[StepFlag](), 0.0, self.site.world.transition
@@ -238,7 +238,7 @@ class Worker:
     def _histograms(
         self, accepted: np.ndarray, most: int
     ) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...]]:
-        """Sequences by accepted tokens, of all and by class."""
+        """Histograms of accepted tokens: of all sequences, and by class."""
         if len(self.site.world.texts.shares) == 1:
             return tuple(np.bincount(accepted, minlength=most + 1).tolist()), ()
         kinds = self._outputs.kinds[self._text[self._rows]]
@@ -259,7 +259,7 @@ class Worker:
         return record
 
     def _overlap(self, queue: Queue, record: StepRecord, with_prompts: bool, changed: bool) -> None:
-        """Report what is known by now. changed: True if a stretch of the load ended with the step."""
+        """Report the steps whose flags are known. changed: True if a phase of the load ended with the step."""
         drawn = record.seq % NUM_DRAWN
         if ran_empty := self.site.ran_empty[drawn]:
             low, high = SHORT_S
@@ -290,7 +290,7 @@ class Worker:
                 self._valid_until_s = self.now_s + PROBE_VALID_S
 
     def _select(self, with_prompts: bool) -> tuple[Arm, int]:
-        """Arm of the next step, and the number of the probe that selects it or 0."""
+        """Arm of the next step, and the id of the probe that selected it, or 0."""
         probe, size = self._probe, self.batch_size
         if probe is not None:
             fits, begun = probe.batch_min <= size <= probe.batch_max, self._steps_left < probe.num_steps
@@ -305,6 +305,6 @@ class Worker:
 
 
 def boast(record: StepRecord) -> StepRecord:
-    """The false report of a step: all that was drafted was accepted."""
+    """The false report of a faulty worker: every draft token was accepted."""
     runs = (*(0 for _ in record.accepted_histogram[1:]), record.batch_size)
     return record._replace(accepted_histogram=runs, class_histograms=(), evaluations=())

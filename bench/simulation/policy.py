@@ -44,13 +44,13 @@ ABLATE_HELP = f"Mechanism to switch off, repeatable: {', '.join(ABLATIONS)}."
 
 
 class Variant(NamedTuple):
-    """A learner of the board: the estimator with some settings, or a rule. name: as the tables have it."""
+    """A learner to compare: the estimator with some settings, or a rule. name: as in the tables."""
 
     name: str
     settings: EstimatorSettings | None
 
     def learner(self, scene: Scene) -> Learner:
-        """A learner that knows nothing of the scene but its limits and profile; rules of Fixed know its truth."""
+        """A new learner for a scene, which knows its limits and profile. Rules of Fixed also know the truth."""
         world = scene.world
         if self.settings is not None:
             return EstimatorLearner(self.settings, world.limits, scene.profile(), world.probe_steps)
@@ -74,7 +74,7 @@ def changed(assignments: str) -> EstimatorSettings:
 
 
 def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None) -> list[Run]:
-    """Play every variant in one scene. job: world and seed; seconds: of simulated time, None for the world's own."""
+    """Run every variant in one scene. job: world and seed; seconds: of simulated time, None for the world's own."""
     name, seed = job
     scene, runs = Scene(WORLDS[name], seed, seconds), []
     for variant in variants:
@@ -91,7 +91,7 @@ def run(job: tuple[str, int], variants: Sequence[Variant], seconds: float | None
 
 
 def in_processes(jobs: Sequence[Job], play_one: Callable[[Job], Played], num_processes: int) -> Iterator[Played]:
-    """What a function returns for all jobs, in their order."""
+    """Results of a function for all jobs, in order."""
     if num_processes == 1:
         yield from map(play_one, jobs)
         return
@@ -118,14 +118,14 @@ def policy(
 ) -> None:
     """Compare the estimator with variants of itself and with simple rules, in percent of an oracle's goodput.
 
-    The oracle knows every expected step time and acceptance rate. Every variant plays the same runs: the same requests,
-    loads and noise for the same seed. So differences to the default settings come with their standard error over the seeds,
-    by world and over all. Scores are of expected times: chance decides what a variant sees, not its score. On one core, 24
-    runs of every world take some ten minutes for each variant. Ctrl-C reports what was played by then.
+    The oracle knows every expected step time and acceptance rate. For a given seed, every variant gets the same requests,
+    loads and noise, so that differences to the default settings have a standard error over the seeds, by world and over
+    all. Scores use expected times, so noise affects what a variant observes but not its score. On one core, 24 runs of every
+    world take about ten minutes per variant. Ctrl-C reports the runs that have finished.
 
     Tables have the mean, median and worst run, thirds of the time, the share of steps that were probes, and detected changes
-    per 1,000 steps. The rules: `plug-in` learns by discounted means and explores 2% of the steps, `table` has the best
-    length of the true offline profile, `constant` is the best single arm in hindsight.
+    per 1,000 steps. Rules: `plug-in` learns discounted means and explores in 2% of the steps, `table` uses the best length
+    of the true offline profile, `constant` is the best single arm in hindsight.
 
     Example: speclen bench policy --world own-h200 --world repeats --ablate probes --set optimism=2 --rule plug-in
     """
@@ -144,7 +144,7 @@ def policy(
     play_one = partial(run, variants=variants, seconds=seconds or None)
     found = in_processes(todo, play_one, jobs or os.cpu_count() or 1)
     done: list[Run] = []
-    with contextlib.suppress(KeyboardInterrupt):  # what was played by then is reported
+    with contextlib.suppress(KeyboardInterrupt):  # the finished runs are reported
         for group in track(found, total=len(todo), console=Console(stderr=True)):
             done += group
     if not done:
@@ -155,7 +155,7 @@ def policy(
 
 
 def write_runs(path: Path, runs: Iterable[Run]) -> None:
-    """Write runs as JSON, one a line."""
+    """Write runs as JSON lines."""
     lines = ",\n".join(json.dumps(each) for each in runs)
     path.write_text(f'{{"fields": {json.dumps(Run._fields)}, "runs": [\n{lines}\n]}}\n')
 

@@ -1,4 +1,4 @@
-"""Tables of the scoreboard: what variants score, and how that differs from a baseline in the same runs."""
+"""Tables of the scoreboard: scores of the variants, and their differences to a baseline in the same runs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Difference(NamedTuple):
 
 
 def difference(runs: Iterable[Run], baseline: Iterable[Run]) -> Difference | None:
-    """Over the runs whose world and seed both have, all worlds alike in weight; None if there are none.
+    """Difference over the runs with the same world and seed, with equal weight for all worlds; None without such runs.
 
-    The standard error is over the seeds within each world: worlds are chosen, not sampled.
+    The standard error is that of the seeds within each world, since worlds are chosen, not sampled.
     """
     before = {(each.world, each.seed): each.percent for each in baseline}
     by_world = defaultdict(list)
@@ -54,7 +54,7 @@ def difference(runs: Iterable[Run], baseline: Iterable[Run]) -> Difference | Non
 
 
 def print_board(runs: Sequence[Run], before: Sequence[Run], default: str) -> None:
-    """Print a table for each variant, and one of all. before: runs to compare with in place of those of the default."""
+    """Print a table for each variant, and one of all. before: runs to compare with instead of the default."""
     console, by_variant = Console(), defaultdict(list)
     for each in runs:
         by_variant[each.variant].append(each)
@@ -75,7 +75,7 @@ HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst l
 
 
 def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
-    """Cells of a table."""
+    """Cells of one row."""
     percents, last = [each.percent for each in runs], [each.last_third for each in runs]
     thirds = mean(each.first_third for each in runs), mean(each.middle_third for each in runs), mean(last)
     cells = [f"{value:.2f}" for value in (mean(percents), median(percents), min(percents), *thirds, min(last))]

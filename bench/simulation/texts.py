@@ -1,4 +1,4 @@
-"""Outputs of simulated requests, and how many steps every arm takes through them."""
+"""Outputs of simulated requests, and the number of steps that every arm needs for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DRAFTS, OFFERED = 16, 32  # bits at which a code of `Outputs` has these counts; 
 class Texts(NamedTuple):
     """Properties of the outputs of requests.
 
-    shares: of request classes (greedy, low and high temperature) among them; easy, hard: by class, the draft model's chance
-    to be right about a token; easy_share: of outputs; spread: standard deviation of an output's chance; deeper: factor on
-    the chance with each draft position. repeating: share of outputs that repeat earlier text; begins, continues: chances
-    of a token to begin a repetition and to continue it; repeated: chance of the draft model inside one. wrong_match:
-    chance that n-grams match elsewhere; wrong_continues: that such a match has one more token. number: outputs drawn per
-    world; requests take any of them.
+    shares: of request classes (greedy, low and high temperature). easy, hard: by class, the probability that the draft model
+    predicts a token; easy_share: share of easy outputs; spread: standard deviation of the probability between outputs;
+    deeper: factor on it for each further draft position. repeating: share of outputs that repeat earlier text; begins,
+    continues: probabilities that a token begins or continues a repetition; repeated: probability of the draft model inside
+    one. wrong_match: probability of an n-gram match elsewhere; wrong_continues: that such a match has one more token.
+    number: outputs drawn per world, from which requests choose.
     """
 
     shares: tuple[float, ...] = (0.5, 0.25, 0.25)
@@ -89,7 +89,7 @@ class Outputs:
 
     @staticmethod
     def _drafted(uniform: np.ndarray, chance: np.ndarray, deeper: float, most: int) -> np.ndarray:
-        """By position: how many tokens from there on the draft model is right about, at most `most`."""
+        """By position: number of consecutive tokens from there on that the draft model predicts, at most `most`."""
         ahead = np.zeros(uniform.shape, dtype=np.int64)
         right = np.ones(uniform.shape, dtype=bool)
         for depth in range(min(most, uniform.shape[1])):
@@ -121,7 +121,7 @@ class Outputs:
         return np.stack([steps, (total >> DRAFTS) & 0xFFFF, steps + (total >> OFFERED)])
 
     def _evaluation(self, text: int, whole: bool) -> OutputEvaluation:
-        """Off-policy evaluation of an output: of every arm, or of plain decoding and n-grams alone."""
+        """Off-policy evaluation of an output, for every arm, or for plain decoding and n-grams alone."""
         every = 1 if whole else len(self.arms) // 2
         num_tokens = int(self.num_tokens[text])
         steps, drafted, verified = (tuple(each[::every, text].tolist()) for each in self.walks)
@@ -129,7 +129,7 @@ class Outputs:
 
 
 def run_ahead(right: np.ndarray) -> np.ndarray:
-    """By position: how many values from there on are true, one after the other, [texts, positions]."""
+    """By position: number of consecutive True values from there on. [texts, positions]"""
     place = np.arange(right.shape[1])
     wrong = np.where(right, right.shape[1], place)
     ahead: np.ndarray = np.minimum.accumulate(wrong[:, ::-1], axis=1)[:, ::-1] - place

@@ -1,6 +1,6 @@
-"""Worlds in which policies are compared, what is true of them, and what is drawn of them for a seed.
+"""Simulated worlds in which policies are compared: their true values, and random draws for a seed.
 
-What a world does is drawn beforehand: load and level by time, noise by number of the step, requests by order of arrival.
+Everything random is drawn beforehand: load and level by time, noise by step number, requests by order of arrival.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from speclen.bench.simulation.overlap import SHORT_SHARE
 from speclen.bench.simulation.texts import Outputs, Texts
 from speclen.records import Arm, Limits, Profile, ProfileCell
 
-NUM_REQUESTS = 4096  # for which outputs are drawn; they repeat after them
+NUM_REQUESTS = 4096  # with random outputs; further ones repeat them
 LONG_LENGTH = 4
 STALL_S = 0.3
 PROFILED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Stage(NamedTuple):
-    """A change of a world. start: share of the time before it; machine, texts: None for those of the world."""
+    """A change of a world. start: share of the time before it. machine, texts: None: those of the world."""
 
     start: float
     machine: AnyMachine | None = None
@@ -47,12 +47,12 @@ class Clock(NamedTuple):
 class World(NamedTuple):
     """A situation in which policies are compared.
 
-    machines: of a worker each. profile: factor on the times of steps that draft in the offline profile, None for no profile.
+    machines: one per worker. profile: factor on the times of steps that draft in the offline profile, None for no profile.
     evaluated: share of finished outputs that are evaluated for every arm, others for n-grams alone; None for no evaluation.
-    flagged: share of steps that prefill a chunk of a prompt. transition: by steps since a change of arm, what they take
-    longer, relative. first_use_s: of compiling a batch size and arm, which is not scored. lost: share of reports; late_s: of
-    the others. overlapped: reports and prefill are as vLLM's. last_is_faulty: the last worker reports, 16 times as often,
-    that all was accepted, and is not scored.
+    flagged: share of steps that prefill a chunk of a prompt. transition: relative extra time of the
+    first steps after a change of arm. first_use_s: time to compile a batch size and arm, not scored. lost: share of
+    lost reports; late_s: delay of the others. overlapped: reports and prefill are as in vLLM. last_is_faulty: the last
+    worker reports 16 times as often that everything was accepted, and is not scored.
     """
 
     title: str
@@ -76,7 +76,7 @@ class World(NamedTuple):
 
     @property
     def probe_steps(self) -> int:
-        """Steps that a probe takes, as a worker of this kind asks for."""
+        """Steps of a probe, as requested by this kind of worker."""
         return 5 if self.overlapped else 4 + len(self.transition) if self.transition else 3
 
 
@@ -100,18 +100,18 @@ class Truth:
         return self._known[key]
 
     def _step_s(self, batch: int, context: float, arm: Arm, drafting: float, verified: float) -> float:
-        some = 1.0 - (1.0 - drafting) ** batch  # chance that any sequence drafts
+        some = 1.0 - (1.0 - drafting) ** batch  # probability that any sequence drafts
         passes = arm.speculation_length * some
         seconds = self.machine.step_s(batch, drafting * batch, passes, verified * batch, context)
         return seconds * (1.0 + some * (self.noise.draft_factor - 1.0) * bool(passes))
 
     def best_arm(self, batch_size: int, context: float = 128.0) -> Arm:
-        """The oracle's arm: the most expected tokens per second."""
+        """The oracle's arm: the one with the most expected tokens per second."""
         return self.outputs.arms[int(np.argmax(self.at(batch_size, context)[1]))]
 
 
 class Scene:
-    """A world drawn for one seed. Playing it changes nothing."""
+    """A world drawn for one seed. Running it does not change it."""
 
     def __init__(self, world: World, seed: int, seconds: float | None = None) -> None:
         self.world, self.seconds = world, seconds or world.seconds
@@ -130,7 +130,7 @@ class Scene:
         ]
 
     def profile(self) -> Profile | None:
-        """The offline profile that the controller has: of the first worker, as `speclen profile run` would measure it."""
+        """The offline profile of the first worker, as `speclen profile run` would measure it."""
         return None if self.world.profile is None else self.profile_of(self.world.profile)
 
     def profile_of(self, factor: float) -> Profile:
@@ -148,7 +148,7 @@ class Scene:
         return Profile(cells, survival, (4000,) * len(survival), "simulated")
 
     def best_constant(self) -> Arm:
-        """The arm with the most goodput over the whole time, of those that never change."""
+        """The single arm with the highest goodput over the whole time."""
         share = np.zeros(len(self.workers[0].truths[0].outputs.arms))
         for site in self.workers:
             for now_s in np.arange(0.0, self.seconds, self.seconds / 500):

@@ -1,4 +1,4 @@
-"""The worlds of the scoreboard. Two are calibrated on recordings, the others change them. Names are what `--world` takes."""
+"""The worlds of the scoreboard, by the names for `--world`. Two are calibrated on recordings; the others vary them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NO_DRAFT = OWN._replace(
 
 
 def and_back(machine: Machine | None = None, texts: Texts | None = None) -> tuple[Stage, ...]:
-    """A change for the middle third of the time."""
+    """A change that lasts for the middle third of the time."""
     return Stage(1 / 3, machine, texts), Stage(2 / 3)
 
 
@@ -147,7 +147,7 @@ WORLDS = {
         late_s=3.0,
         stages=and_back(texts=HARD),
     ),
-    # N-grams and drafts that come and go.
+    # N-grams and drafts that are useful only at times.
     "repeats": OWN._replace(
         title="text repeats, then does not, and back", texts=REPEATING, stages=and_back(texts=PLAIN_TEXT)
     ),

@@ -42,7 +42,7 @@ KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep t
 async def http_front(
     config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, on_failure: Callable[[BaseException], None]
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block; the value: one line about it.
+    """Serve for the duration of the block. Yields one line about the server.
 
     page: of /metrics. on_failure: called if it ends before the block. Raises as `WorkerConfig.check_http`.
     """
@@ -57,13 +57,13 @@ async def http_front(
 
 
 class Listener(socket.socket):
-    """A listening socket that closes new connections while few files are left: without any the process could do nothing."""
+    """A listening socket that closes new connections while few file descriptors are left, which the process needs itself."""
 
     _sparse = Sparse(interval_s=60.0)
     _failed_at = -math.inf
 
     def listen(self, backlog: int = 0) -> None:
-        """Let many connections wait in the kernel. backlog: what asyncio accepts at once, and takes for the same."""
+        """Let many connections wait in the kernel. backlog: ignored, since asyncio also accepts that many at once."""
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -91,18 +91,18 @@ class Listener(socket.socket):
 
 
 def num_files() -> int:
-    """Files that the process may have open."""
+    """Number of files that the process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def spare_files(limit: int) -> int:
-    """Files that connections over HTTP leave to everything else, if the process may have that many."""
+    """Number of files that HTTP connections leave to the rest of the process, if the limit allows."""
     return min(SPARE_FILES, limit // 4)
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the worker."""
+    """A server that leaves signals to the worker."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ def make_server(
     refuse: Callable[[Exception], None],
     origins: Sequence[str] = (),
 ) -> HttpServer:
-    """A server with key and certificates as configured. Raises ValueError when they cannot be read.
+    """A server with the configured key and certificates. Raises ValueError if they cannot be read.
 
     refuse: called with the error of every request that the guard refuses. origins: see `allow_origins`.
     """
@@ -158,7 +158,7 @@ def make_server(
 async def serving(
     server: HttpServer, bound: socket.socket, on_failure: Callable[[BaseException], None] = lambda error: None
 ) -> AsyncIterator[None]:
-    """Serve for the length of the block, and take over the socket. on_failure: called if serving ends before."""
+    """Serve for the duration of the block, and take ownership of the socket. on_failure: called if serving ends early."""
     listener = Listener(bound.family, bound.type, bound.proto, bound.detach())
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
