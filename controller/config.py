@@ -30,7 +30,7 @@ class ControllerConfig(ServerSecurity):
     max_contexts: int = setting(1024, "Contexts ever known; each has an estimator of its own.", least=1)
     silence_s: float = setting(30.0, "Seconds after which a stream without messages is ended.", least=0.001)
     drain_timeout_s: float = setting(10.0, "Seconds that the last commit has after SIGTERM.", least=0)
-    move_corrupt_aside: bool = setting(False, "Rename a damaged database and start anew.")
+    move_corrupt_aside: bool = setting(False, "Rename a damaged database and start with an empty one.")
     log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
     embedded: bool = setting(
         False, "Run in the background, and end once no program uses the database by its embedded controller."

@@ -11,14 +11,19 @@ LONGEST_PAGE, LONGEST_LINE, LONGEST_SENTENCE = 250, 120, 35  # lines, characters
 # Retired words and what to write, for pages, comments, docstrings and messages alike. Add a word once nothing uses it and
 # it has no other sense in the project.
 RETIRED = {
+    "anew": "again, or from scratch",
     "clairvoyant": "oracle",
     "copied tokens": "n-gram tokens",
     "drawn towards": "shrunk towards",
     "feed prompts": "prefill",
+    "for ever": "permanently",
+    "hand out": "send",
     "hand over": "pass",
     "handed on": "passed",
     "liar": "faulty worker",
     "play a length": "select an arm",
+    "put out": "generate",
+    "puts out": "generates",
     "set apart": "isolated",
     "speed of the moment": "level",
     "sum of surprises": "CUSUM",

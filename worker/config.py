@@ -40,7 +40,7 @@ class WorkerConfig(ServerSecurity):
     )
     max_batch_size: int = setting(32, "Sequences decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
-    ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) beside draft tokens.")
+    ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) in addition to draft tokens.")
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
         0.0, "Refuse a request at once that would wait for a slot longer than this many seconds; 0: never.", least=0

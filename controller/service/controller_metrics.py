@@ -72,7 +72,7 @@ class ControllerCollector:
         yield FAMILIES.gauge("contexts", "Contexts known", len(registry.contexts))
         yield FAMILIES.gauge("streams", "StreamReports calls open", len(self.streams.open))
         yield FAMILIES.counter("decisions", "Changes of the arm in use", totals.num_decisions)
-        yield FAMILIES.counter("probes", "Exploratory arms handed out", totals.num_probes)
+        yield FAMILIES.counter("probes", "Probes sent to workers", totals.num_probes)
         drift = {(factor,): totals.drift[factor] for factor in ("acceptance", "reset", "worker")}
         yield FAMILIES.counters("drift_events", "Times something was forgotten", ["factor"], drift)
         isolated = {(str(key),): learner.estimators[key].num_isolated for key in registry.contexts}

@@ -199,11 +199,9 @@ async def watch_store(store: Store, health_servicer: Health) -> None:
         if state.ok != was_ok:
             await health_servicer.set(STORE_SERVICE, SERVING if state.ok else NOT_SERVING)
             if not state.ok:
-                log.error(
-                    "the database does not take all that it is given, learning goes on in memory", detail=state.detail
-                )
+                log.error("the database does not accept all rows; learning continues in memory", detail=state.detail)
             elif was_ok is not None:
-                log.info("the database takes all that it is given again")
+                log.info("the database accepts all rows again")
         was_ok = state.ok
         if (lost := state.num_rows_refused) > num_lost:
             log.error("the database refused rows, its table store_events says why", num=lost - num_lost)

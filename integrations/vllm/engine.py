@@ -113,7 +113,7 @@ def refusals(config: Any, is_whole: bool) -> Iterator[tuple[bool, str]]:
     )
     yield (
         stages > 1,
-        f"pipeline_parallel_size is {stages}, and steps of several micro-batches at once are not told apart: use "
+        f"pipeline_parallel_size is {stages}, and steps of several micro-batches cannot be distinguished: use "
         "tensor_parallel_size instead",
     )
 

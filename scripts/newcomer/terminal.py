@@ -15,7 +15,7 @@ KUBERNETES = {"SPECLEN_SERVICE_HOST": "10.0.0.1", "SPECLEN_SERVICE_PORT": "7070"
 
 @dataclass(frozen=True)
 class Running:
-    """A command that goes on in a terminal of its own."""
+    """A command that runs in a terminal of its own."""
 
     line: str
     process: subprocess.Popen[bytes]

@@ -32,7 +32,7 @@ def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
 
 
 def test_plain_steps_that_are_faster_than_any_formula_expects_are_found() -> None:
-    """As on a CPU that prepares every operation anew where n-grams change the number of tokens."""
+    """As on a CPU that prepares every operation again where n-grams change the number of tokens."""
     estimator, rng = made(limits=Limits(16, 3, ngram=True)), np.random.default_rng(0)
     num_steps, num_drafted = (100, 80, 76, 75, 60, 54, 52, 51), (0, 80, 76, 75, 0, 40, 38, 37)
     evaluation = OutputEvaluation(0, 100, 100, num_steps, num_drafted, (100, 160, 228, 300, 180, 200, 230, 260))

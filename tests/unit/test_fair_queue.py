@@ -10,7 +10,7 @@ import pytest
 
 from speclen.worker.frontend.admission import Admission
 from speclen.worker.frontend.async_engine import MOST_AT_ONCE, OutputRelay, OutputStream, in_parts
-from speclen.worker.frontend.fair_queue import Aside, FairQueue
+from speclen.worker.frontend.fair_queue import FairQueue, ThreadQueue
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
 from tests.support import tiny_models
 from tests.support.waiting import PATIENCE_S
@@ -71,31 +71,31 @@ async def test_a_full_queue_names_the_setting_and_its_value():
     await requests.come(*(f"a{number}" for number in range(13)))
     with pytest.raises(QueueFullError, match="8 requests are waiting already, which is --max-waiting: try again later"):
         await requests.tasks["a12"]
-    aside = Aside("grammars", 0)
-    await aside.enter("a")
+    queue = ThreadQueue("grammars", 0)
+    await queue.enter("a")
     with pytest.raises(QueueFullError, match="0 requests are waiting for the grammars already: try again later"):
-        await aside.enter("b")
+        await queue.enter("b")
 
 
 async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free():
     """Otherwise cancelled callers leave work behind: texts of 4 MiB each once accumulated without bound."""
 
-    aside, blocked, done = Aside("aside", 100), threading.Event(), []
+    queue, blocked, done = ThreadQueue("texts", 100), threading.Event(), []
 
     def work(number: int) -> None:
         blocked.wait(PATIENCE_S)
         done.append(number)
 
     for number in range(20):
-        task = asyncio.create_task(aside.do("a", work, number))
+        task = asyncio.create_task(queue.do("a", work, number))
         await asyncio.sleep(0.001)
         task.cancel()
     await asyncio.sleep(0.001)
-    assert aside.num_waiting == 0
+    assert queue.num_waiting == 0
     blocked.set()
-    async with aside.turn("a"):
+    async with queue.turn("a"):
         assert done == [0], "the place was taken until the first had ended, and no other began"
-    aside.close()
+    queue.close()
 
 
 @pytest.mark.parametrize("seed", range(20))

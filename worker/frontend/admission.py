@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from speclen.worker.frontend.fair_queue import Aside, FairQueue
+from speclen.worker.frontend.fair_queue import FairQueue, ThreadQueue
 from speclen.worker.frontend.grammars import Grammars
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
@@ -34,7 +34,7 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self._max_context_length = max_context_length
         self._prefix_length = PREFIX_CHARACTERS * max_context_length
-        self.aside = Aside("encoder", MAX_WAITING)  # of long texts
+        self.long_texts = ThreadQueue("encoder", MAX_WAITING)
         # The first call sets truncation and padding, which must not happen while a thread uses the tokenizer.
         self._encode("")
 
@@ -49,11 +49,11 @@ class TextEncoder:
             return self._encode(text, add_special_tokens)
         if len(text) > self._prefix_length and not any_length:
             await self._check_prefix(text[: self._prefix_length], caller)
-        return await self.aside.do(caller, self._encode, text, add_special_tokens)
+        return await self.long_texts.do(caller, self._encode, text, add_special_tokens)
 
     async def _check_prefix(self, prefix: str, caller: str) -> None:
         """Raise TextTooLongError if the beginning of a text has more than twice the tokens of the context."""
-        num_tokens = len(await self.aside.do(caller, self._encode, prefix))
+        num_tokens = len(await self.long_texts.do(caller, self._encode, prefix))
         if num_tokens > 2 * self._max_context_length:
             raise TextTooLongError(
                 f"text has {num_tokens} tokens in its first {len(prefix)} characters, and the model's context holds "
@@ -63,12 +63,12 @@ class TextEncoder:
     async def decode(self, ids: Sequence[int], caller: str) -> str:
         """Text of token ids, including special tokens. Raises QueueFullError if too many long calls wait."""
         decode = make_decode(self.tokenizer, skip_special_tokens=False)
-        return decode(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, decode, ids)
+        return decode(ids) if len(ids) <= SHORT_BYTES else await self.long_texts.do(caller, decode, ids)
 
     async def strings(self, ids: Sequence[int], caller: str) -> list[str]:
         """Name of each token in the vocabulary. Raises QueueFullError if too many long calls wait."""
         name = self.tokenizer.convert_ids_to_tokens
-        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, name, ids)
+        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self.long_texts.do(caller, name, ids)
         return named
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -100,7 +100,7 @@ class Admission:
     ) -> None:
         self.encoder = TextEncoder(pair.tokenizer, max_context_length)
         # As many as may run or wait, so that a chat is not refused here if the queue for slots has room.
-        self.templates = Aside("templates", num_rows + max_waiting)
+        self.templates = ThreadQueue("templates", num_rows + max_waiting)
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
         # Some requests wait in the engine, so that a free slot is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
@@ -118,9 +118,9 @@ class Admission:
 
     @property
     def _stages(self) -> tuple[FairQueue, ...]:
-        return self.templates, self.encoder.aside, self.grammars.aside, self.fair_queue
+        return self.templates, self.encoder.long_texts, self.grammars.compiling, self.fair_queue
 
     def close(self) -> None:
         self.templates.close()
-        self.encoder.aside.close()
+        self.encoder.long_texts.close()
         self.grammars.close()

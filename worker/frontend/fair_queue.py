@@ -157,7 +157,7 @@ class FairQueue:
                 del self._waiting[caller]
 
 
-class Aside(FairQueue):
+class ThreadQueue(FairQueue):
     """A thread for work that would block the event loop, with a queue for its callers. max_waiting: calls that may wait."""
 
     def __init__(self, name: str, max_waiting: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speclen.worker.frontend import grammar_trial
-from speclen.worker.frontend.fair_queue import Aside
+from speclen.worker.frontend.fair_queue import ThreadQueue
 from speclen.worker.sampling.grammar import Grammar
 
 MAX_TEXT = 64 * 1024  # characters of a schema, a regular expression, a grammar, or a list of choices
@@ -204,12 +204,12 @@ class Grammars:
         )
         self._matching: Any = None  # llguidance's tokenizer
         self._prepared: OrderedDict[StructuredOutput, Grammar] = OrderedDict()  # the least used first
-        self.aside = Aside("grammars", MAX_WAITING)
+        self.compiling = ThreadQueue("grammars", MAX_WAITING)
 
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
         """The compiled grammar. Raises ValueError with one sentence, or QueueFullError if too many new ones wait."""
         if wanted not in self._prepared:
-            self._prepared[wanted] = await self.aside.do(caller, self._make, wanted)
+            self._prepared[wanted] = await self.compiling.do(caller, self._make, wanted)
             while len(self._prepared) > 1 and (
                 len(self._prepared) > MAX_CACHED
                 or sum(one.num_bytes for one in self._prepared.values()) > MAX_CACHED_BYTES
@@ -250,5 +250,5 @@ class Grammars:
 
     def close(self) -> None:
         """Wait for the running compilation, and end the child process."""
-        self.aside.close(wait=True)
+        self.compiling.close(wait=True)
         self._trial.stop()

@@ -246,7 +246,7 @@ def _load_tokenizer(source: ModelSource) -> Any:
     problem = "its tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"
     folder = Path(source.place)
     if (folder / "tekken.json").is_file() and not (folder / "tokenizer.json").is_file():
-        problem = "its tekken.json cannot be read as a tokenizer; put the model's tokenizer.json beside it"
+        problem = "its tekken.json cannot be read as a tokenizer; put the model's tokenizer.json next to it"
     with reading(source.name, problem):
         tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
         tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts of another version fail only when used

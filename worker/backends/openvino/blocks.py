@@ -21,7 +21,7 @@ import torch
 from speclen.worker.backends.kv_cache import LayerShape, reserve
 
 BLOCK_TOKENS = 32  # the block size of OpenVINO's attention on a CPU
-NOBODY = 0  # stands for the block before the first one of a text
+EMPTY = 0  # name of the empty text, before the first block
 FREE_BLOCKS = 64  # that keep their memory, so that new rows need not ask the kernel for every block
 
 
@@ -209,13 +209,13 @@ class PrefixCache:
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._names = itertools.count(NOBODY + 1)
+        self._names = itertools.count(EMPTY + 1)
         # (name of the block before, the block's tokens) → (its own name, the block)
         self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
 
     def match(self, ids: Sequence[int]) -> list[int]:
         """The cached blocks that hold the longest prefix of `ids`."""
-        keys, blocks, before = [], [], NOBODY
+        keys, blocks, before = [], [], EMPTY
         for tokens in _full_blocks(ids):
             key = before, tokens
             if key not in self._known:
@@ -228,7 +228,7 @@ class PrefixCache:
 
     def add(self, ids: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         """Add blocks that hold the tokens `ids`. Returns those that were new, and those that were evicted."""
-        keys, new, before = [], [], NOBODY
+        keys, new, before = [], [], EMPTY
         for tokens, block in zip(_full_blocks(ids), blocks, strict=False):
             key = before, tokens
             if key not in self._known:
