@@ -7,18 +7,21 @@ import json
 import multiprocessing
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import sqrt
 from pathlib import Path
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from speclen.bench.simulation.learners import EstimatorLearner, Fixed, Learner, PlugIn
 from speclen.bench.simulation.play import play
-from speclen.bench.simulation.report import Run, print_board
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.cli.support.output import UserError
@@ -41,6 +44,22 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 WORLD_HELP = f"World, repeatable; all when absent: {', '.join(WORLDS)}."
 ABLATE_HELP = f"Mechanism to switch off, repeatable: {', '.join(ABLATIONS)}."
+HEADINGS = ("mean", "median", "worst", "first third", "middle", "last", "worst last", "probes", "changes")
+
+
+class Run(NamedTuple):
+    """Goodput of one run in percent of the oracle's: of all steps, and by thirds of the time."""
+
+    world: str
+    seed: int
+    variant: str
+    percent: float
+    first_third: float
+    middle_third: float
+    last_third: float
+    steps: int
+    probe_steps: int
+    drift_events: int = 0
 
 
 class Variant(NamedTuple):
@@ -171,3 +190,60 @@ def read_runs(path: Path) -> list[Run]:
     if not found:
         raise UserError(f"--against {path}: it has no runs of the default settings")
     return found
+
+
+class Difference(NamedTuple):
+    """Mean difference of paired runs, and its standard error."""
+
+    mean: float
+    stderr: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.stderr:.2f}"
+
+
+def difference(runs: Iterable[Run], baseline: Iterable[Run]) -> Difference | None:
+    """Difference over the runs with the same world and seed, with equal weight for all worlds; None without such runs.
+
+    The standard error is that of the seeds within each world, since worlds are chosen, not sampled.
+    """
+    before = {(each.world, each.seed): each.percent for each in baseline}
+    by_world = defaultdict(list)
+    for each in runs:
+        if (each.world, each.seed) in before:
+            by_world[each.world].append(each.percent - before[each.world, each.seed])
+    if not by_world:
+        return None
+    variances = [stdev(each) ** 2 / len(each) if len(each) > 1 else float("nan") for each in by_world.values()]
+    return Difference(mean(map(mean, by_world.values())), sqrt(sum(variances)) / len(by_world))
+
+
+def print_board(runs: Sequence[Run], before: Sequence[Run], default: str) -> None:
+    """Print a table for each variant, and one of all. before: runs to compare with instead of the default."""
+    console, by_variant = Console(), defaultdict(list)
+    for each in runs:
+        by_variant[each.variant].append(each)
+    baseline = before or by_variant[default]
+    summary = Table("variant", *HEADINGS, "difference", title="All worlds; goodput, % of the oracle's")
+    for variant, mine in by_variant.items():
+        compared = [] if baseline is mine else baseline
+        headings = (*HEADINGS, "difference") if compared else HEADINGS
+        table = Table("world", *headings, title=f"{variant}; goodput, % of the oracle's")
+        for world in dict.fromkeys(each.world for each in mine):
+            table.add_row(world, *row([each for each in mine if each.world == world], compared))
+        console.print(table)
+        summary.add_row(variant, *row(mine, compared))
+    console.print(summary)
+
+
+def row(runs: Sequence[Run], baseline: Sequence[Run]) -> list[str]:
+    """Cells of one row."""
+    percents, last = [each.percent for each in runs], [each.last_third for each in runs]
+    thirds = mean(each.first_third for each in runs), mean(each.middle_third for each in runs), mean(last)
+    cells = [f"{value:.2f}" for value in (mean(percents), median(percents), min(percents), *thirds, min(last))]
+    num_steps = sum(each.steps for each in runs)
+    cells.append(f"{100 * sum(each.probe_steps for each in runs) / num_steps:.1f}%")
+    cells.append(f"{1000 * sum(each.drift_events for each in runs) / num_steps:.2f}")
+    if baseline:
+        cells.append(str(difference(runs, baseline) or ""))
+    return cells

@@ -14,7 +14,6 @@ import numpy as np
 
 from speclen.bench.simulation.level import NUM_DRAWN, AnyLoad, Noise, Sweep
 from speclen.bench.simulation.machines import AnyMachine, Machine
-from speclen.bench.simulation.overlap import SHORT_SHARE
 from speclen.bench.simulation.texts import Outputs, Texts
 from speclen.records import Arm, Limits, Profile, ProfileCell
 
@@ -22,6 +21,7 @@ NUM_REQUESTS = 4096  # with random outputs; further ones repeat them
 LONG_LENGTH = 4
 STALL_S = 0.3
 PROFILED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHORT_SHARE = 0.014  # of steps on vLLM whose result arrives right after the previous one, since the queue ran empty
 
 
 class Stage(NamedTuple):

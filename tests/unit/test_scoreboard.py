@@ -6,8 +6,7 @@ import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner
 from speclen.bench.simulation.play import Worker, play
-from speclen.bench.simulation.policy import DEFAULT, Variant, run
-from speclen.bench.simulation.report import Difference, Run, difference
+from speclen.bench.simulation.policy import DEFAULT, Difference, Run, Variant, difference, run
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
 from speclen.controller.estimator import EstimatorSettings
