@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from speclen.controller.baseline.guard import Guard
 from speclen.controller.service.journal import holds_of
 from speclen.controller.service.registry import Registration
 from speclen.controller.wire.messages import InvalidMessageError, read_baseline, read_hold
@@ -93,6 +94,17 @@ def test_shadow_serves_the_baseline_and_a_worker_without_one_what_is_learned():
         tried = sum(arm != served for arm in arms)
         assert bool(tried) == bool(baseline)
         assert tried <= 0.06 * len(arms)
+
+
+@pytest.mark.parametrize("fails", ["observe", "next_trial", "take"])
+def test_a_failing_comparison_ends_and_serving_continues(monkeypatch, fails):
+    parts = Parts(estimators=Steady())
+    worker = worker_of(parts)
+    parts.learner.hold(KEY, [Hold(8, 16, Arm(2))], release=False)
+    monkeypatch.setattr(Guard, fails, lambda *_, **__: 1 / 0)
+    assert set(serve(parts, worker, 600)[-300:]) == {LEARNED}
+    assert parts.learner.table(worker)[0].arm_for(8) == Arm(2), "holds outlive it"
+    assert parts.totals.num_reports == 601
 
 
 async def test_holds_are_used_kept_and_released():
