@@ -42,7 +42,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Spread of the ratios of each repeat: a slowdown of the machine in one repeat affects both sides."""
+    """Spread of the repeats' ratios. A slowdown during one repeat changes its numerator and denominator alike."""
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -50,7 +50,7 @@ Rates = Mapping[str, Mapping[str, float]]  # by policy and number of concurrent 
 
 
 def as_table(name: str, rates: Rates) -> str:
-    """Tokens per second by number of requests, with the ratio to the best policy other than `adaptive` in brackets."""
+    """Tokens per second by number of requests; in brackets relative to the best whose name lacks "adaptive"."""
     sizes = sorted({int(size) for row in rates.values() for size in row})
     width = max(map(len, (*rates, name))) + 12
     lines = [f"{name}, tokens/s".ljust(width) + "".join(f"{size} at once".rjust(16) for size in sizes)]

@@ -20,8 +20,8 @@ class ControllerConfig(ServerSecurity):
     probe_listen: str = setting(
         "", "Address where health alone answers, without TLS or token: for probes; empty for none."
     )
-    policy: str = setting("adaptive", "adaptive; policies that do not learn are a worker's.")
-    # What a crash costs a worker in reports that it sends again.
+    policy: str = setting("adaptive", "adaptive only: other policies are set by `speclen worker --policy`.")
+    # After a crash of the controller, workers send the reports of up to this many seconds again.
     commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)
     keep_reports: int = setting(5_000_000, "Raw reports kept at most.", least=1)
     keep_days: float = setting(30.0, "Days for which raw reports are kept.", least=0.001)

@@ -1,4 +1,4 @@
-"""Settings of a program: each is a field of a configuration class, with its help and bounds; addresses among them.
+"""Settings of a program: each is a field of a configuration class, with help and bounds. Also checks of addresses.
 
 The command line makes a flag of every field (`speclen.cli.support.flags`), so flag, environment variable, key of the
 configuration file, default and help cannot disagree. An address is HOST:PORT; errors name the flag that holds it.
@@ -26,7 +26,7 @@ def setting(default: Any, help: str, *, least: float | None = None, most: float 
 
 
 def settings_of(config: type) -> Mapping[str, Field[Any]]:
-    """Settings of a configuration class by name, its own before those of its base. Fields made otherwise are left out."""
+    """Settings of a configuration class by name, its own before its base's. Only fields made by `setting` count."""
     own = config.__annotations__
     return {each.name: each for each in sorted(fields(config), key=lambda each: each.name not in own) if each.metadata}
 

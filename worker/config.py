@@ -51,7 +51,7 @@ class WorkerConfig(ServerSecurity):
     )
     policy: str = setting(
         "adaptive",
-        "adaptive; shadow: the baseline serves while the rest is learned; profile; or one arm for all steps: none, fixed:K, "
+        "adaptive; shadow: serve with the baseline and learn; profile; or one arm for all steps: none, fixed:K, "
         "n-gram, 'n-gram else draft 3'.",
     )
     baseline: str = setting(
@@ -123,7 +123,7 @@ class WorkerConfig(ServerSecurity):
             return
         arm = parse_policy(self.baseline, "--baseline")
         if arm is None:
-            raise ValueError(f"--baseline {self.baseline} learns, too: use none, fixed:K, n-gram, profile or off")
+            raise ValueError(f"--baseline {self.baseline} learns: use none, fixed:K, n-gram, profile or off")
         if arm.speculation_length > self.max_length:
             raise ValueError(
                 f"--baseline {self.baseline} is over --max-length {self.max_length}: raise that, or use less"

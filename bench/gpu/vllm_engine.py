@@ -1,4 +1,4 @@
-"""A vLLM engine in this process with a bundled pair, whose weights are not written to disk."""
+"""A vLLM engine in this process that serves a bundled pair, with weights made in memory instead of read from disk."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def engine_arguments(
     if plugin:
         from speclen.integrations.vllm import register
 
-        register()  # the package's entry point, which is not found where the package is not installed
+        register()  # vLLM calls it by the package's entry point, but only if speclen is installed
     register_loader(models)
     write_config(models.target, models.dtype, folder_of(folder, models.target))
     settings = {"method": "draft_model", "num_speculative_tokens_per_batch_size": table, **speculative}

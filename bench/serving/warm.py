@@ -29,7 +29,7 @@ from speclen.worker.profiling.file import read_document
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
-MAX_WAITING = 100_000  # waiting requests are measured, and none is refused
+MAX_WAITING = 100_000  # so many that none is refused: time spent waiting is part of the measurement
 # Settings of a worker that a comparison may choose.
 SETTINGS = ("target", "draft", "device", "dtype", "max_batch_size", "max_length", "threads", "backend")
 
@@ -76,7 +76,9 @@ class WarmWorker:
         self.controllers.append(controller)
         controller.start()
         controller.wait_until_serving(START_TIMEOUT_S)
-        if seeded and self.settings.profile is not None:  # one measured in another context is only a starting point
+        if (
+            seeded and self.settings.profile is not None
+        ):  # imported for this context, even if it was measured in another
             known = self.model_info().context
             context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
             send(import_request(read_document(self.settings.profile).profile, context), address, Client())

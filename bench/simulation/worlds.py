@@ -105,7 +105,7 @@ WORLDS = {
         title="verification alone slower, and back", stages=and_back(H200._replace(token_s=0.0003))
     ),
     "drift": OWN._replace(
-        title="a draft that becomes dear by and by",
+        title="a draft model that slowly becomes three times as slow",
         stages=tuple(Stage(at / 12, H200.slower(1.0 + at / 5, "pass_s", "drafting_s")) for at in range(1, 12)),
     ),
     "unlike": OWN._replace(title="two workers, one with a slower draft", machines=(H200, SLOW_DRAFT), seconds=60.0),
@@ -115,7 +115,7 @@ WORLDS = {
         load=AnySize(256, 0.1),
     ),
     "faulty": OWN._replace(
-        title="one of four workers reports that all is accepted",
+        title="one of four workers reports every draft token as accepted",
         machines=(H200,) * 4,
         last_is_faulty=True,
         seconds=40.0,

@@ -1,4 +1,4 @@
-"""Connections from every verb to the servers, with TLS and token, one form of errors, and the identity of a server."""
+"""How verbs reach the servers: channels with TLS and token, failed calls explained in a sentence, server identities."""
 
 from __future__ import annotations
 

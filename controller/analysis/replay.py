@@ -1,4 +1,4 @@
-"""Replay of a database: the same events give the same decisions.
+"""Replay of the estimator's decisions from a database. Verdicts of trials, holds and resets are not replayed.
 
 Events are plain values in the order in which a controller met them; the caller reads them from a database.
 """
@@ -41,7 +41,7 @@ Event = ContextAdded | ProfileImported | GroupObserved
 
 @dataclass(slots=True)
 class Replay:
-    """The estimators after the events. decisions: each with the last group that was learned from before it, or 0."""
+    """The estimators after the events. decisions: each after the id of the last group learned from; 0: none."""
 
     estimators: Estimators
     decisions: list[tuple[int, Decision]] = field(default_factory=list)

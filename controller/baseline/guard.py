@@ -1,8 +1,8 @@
 """The guard of one context: when to run trials, what they say, and the arms that are used because of it.
 
 By range of batch sizes (1, 2, 3-4, 5-8, ...) the learned arms or those of the baseline are in use. Trials of the other
-side take at most a share of the steps and lose at most a share of the time. No estimate of the model enters. One thread
-calls it; no I/O, no clock.
+side take at most a share of the steps and lose at most a share of the time. The estimator's predictions are not used.
+One thread calls it; no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speclen.controller.baseline.gain import Gain, gain_of, half_width
 from speclen.controller.baseline.tokens import Runs, Spread, compared_tokens, count_runs, tells
 from speclen.records import PLAIN, Arm, Choice, Hold, Limits, Probe, StepRecord, Table, Trial
 
-NEAR = 1.5  # a trial runs at batch sizes up to so many times larger or smaller
+NEAR = 1.5  # a trial may also run at batch sizes larger or smaller by up to this factor
 FIRST_TRIAL_ID = 1 << 32  # trials and probes share the field probe_id of reports
 NGRAMS = Arm(0, ngram=True)
 
@@ -35,7 +35,7 @@ class GuardSettings:
     first_loss_share: float = 0.01  # the same until the better side is in use for certain
     least_trials: int = 6  # before any verdict
     memory: float = 128.0  # trials
-    tolerated: float = 0.005  # log ratio below 0 at which learned arms still stay in use
+    tolerated: float = 0.005  # loss, as a log ratio, up to which learned arms stay in use
     # One-sided, of a single look. A range is looked at after every trial, so 99% over all looks needs more than 99% of each.
     falls_back: float = 0.9995
     returns: float = 0.95
@@ -47,7 +47,7 @@ DEFAULT = GuardSettings()
 
 
 class Verdict(NamedTuple):
-    """A change of the side in use at a range of batch sizes. uses_baseline: of now on."""
+    """A change of the side in use at a range of batch sizes. uses_baseline: the side from now on."""
 
     batch_min: int
     batch_max: int
@@ -138,7 +138,7 @@ class Guard:
     # What is used.
 
     def table(self, learned: Table, baseline: Sequence[Choice], shadow: bool = False) -> Table:
-        """The learned table with baseline arms where these, or a person's, are used. Without a baseline: as learned."""
+        """The table for workers: the learned one, with baseline or held arms where these are in use."""
         if not baseline and not self.holds:
             return learned
         most = learned.choices[-1].batch_max
@@ -160,7 +160,7 @@ class Guard:
         return learned.arm_for(size)
 
     def hold(self, holds: Sequence[Hold], release: bool) -> None:
-        """Have these arms used as well, whatever is learned. release: end what was held before."""
+        """Hold these arms, whatever is learned, in addition to earlier holds. release: end earlier holds first."""
         self.holds = (*(() if release else self.holds), *holds)
         self.version += 1
 

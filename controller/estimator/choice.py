@@ -17,8 +17,8 @@ class Load(NamedTuple):
     """Traffic of a context.
 
     mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence, [ranges];
-    prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token; level: log seconds
-    that prefill is compared with.
+    prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token; level: log of
+    the step time in seconds at log_time 0, which puts prefill_s on the scale of step times.
     """
 
     mix: Array
@@ -32,7 +32,8 @@ class Estimates:
     """Estimates of every cell, [ranges, arms].
 
     log_time: log step time without the level. log_tokens: of a sequence in a step. score: log tokens per second, with
-    prefill and waiting. cells, solution, ratios, load: that they follow from; profiled: residuals by a profile.
+    prefill and waiting. cells, solution, ratios, load: the inputs. profiled: a profile's residuals of log step times,
+    for cells without samples.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Estimates:
             self.score -= np.log1p(extra * np.exp(-log_time - load.level))
 
     def variance(self, at: int, base: int, settings: EstimatorSettings) -> np.ndarray:
-        """Variance of the score of every arm relative to one at a range, as workers' evidence tells it, [arms]."""
+        """Variance of each arm's score minus that of the arm `base`, at the range `at`, by workers' samples, [arms]."""
         grid, solution = self.grid, self.solution
         _, gradient = shares(self._expected[at], solution.phi)
         own, places = np.full(grid.num_arms, -1), self._numbers - at * grid.num_arms
@@ -100,7 +101,7 @@ class Selection:
     def choose(self, estimates: Estimates, known: np.ndarray, settings: EstimatorSettings) -> list[int]:
         """Select again; returns the ranges whose arm changed.
 
-        known: ranges that were seen or profiled. Others follow the nearest known one, or draft less.
+        known: ranges that were seen or profiled. The others draft at most as much as the nearest known one.
         """
         if not known.any():
             return []
@@ -122,7 +123,7 @@ class Selection:
     def probe(
         self, at: int, estimates: Estimates, allowed: np.ndarray, settings: EstimatorSettings
     ) -> tuple[int, float] | None:
-        """The arm to try at a range, and what each of its steps costs: the least loss that is likely, in steps in use.
+        """The arm to try at a range, and an optimistic estimate of the loss per step, in steps of the arm in use.
 
         allowed: arms that may be tried, [arms].
         """

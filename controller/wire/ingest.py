@@ -130,7 +130,7 @@ def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluatio
 
 @lru_cache
 def _evaluated_arms(limits: Limits) -> dict[int, list[Arm]]:
-    """By their number, the arms that an output may be evaluated for: all of the worker, or plain and n-grams alone."""
+    """Arms that an output may be evaluated for, by length of the list: all of the worker, or plain and `n-gram`."""
     alone = {2: Limits(1, 0, ngram=True).arms()} if limits.ngram else {}
     return alone | {len(limits.arms()): limits.arms()}
 

@@ -38,7 +38,7 @@ class FleetConfig:
     gpus_per_worker: float = setting(0.0, "With Ray: GPUs for each worker.", least=0)
     data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
     controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
-    controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
+    controller_port: int = setting(7070, "Port of the controller; 0: any free port.", least=0, most=65_535)
     metrics_listen: str = setting("", "Address of the controller's Prometheus page, on its machine; empty for none.")
     controller_cert: Path | None = setting(None, "With Ray: certificate chain of the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")

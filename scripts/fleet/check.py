@@ -37,7 +37,7 @@ TYPED = (
     "HTTP 5",
     "BROKEN_OFF",
 )
-LEARN_S, SETTLE_S = 60.0, 15.0  # of load: before the first death, and before and after each
+LEARN_S, SETTLE_S = 60.0, 15.0  # seconds of load: before the first kill; before and after each kill
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
 RECOVERY_S, SCALING_S = 90.0, 180.0
 TABLES = "SELECT count(DISTINCT context_id) FROM arm_estimates WHERE num_steps > 0"
@@ -45,7 +45,7 @@ REPORTS = "SELECT count(*) FROM step_reports"
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is born ignoring it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     report, began = Report(), time.monotonic()
@@ -55,7 +55,7 @@ def main() -> None:
     try:
         command = up.start(WORKERS, MAX_WORKERS, ROWS)
         report.say("", f"`{command}` served after {time.monotonic() - began:.0f} s.")
-        nodes.append(add_node(cluster, "torch"))  # only now, so that each kind of node has got a worker
+        nodes.append(add_node(cluster, "torch"))  # only now, so that both workers did not start on nodes of one kind
         clients = Clients(up, CLIENTS, HTTP_CLIENTS)
         Check(report, up, cluster, nodes, clients).run()
         ended = up.stop() == 0 and seconds_until(up.look, 0.1) is None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+# Set by Kubernetes for a service named speclen; speclen must not take them for settings.
 KUBERNETES = {"SPECLEN_SERVICE_HOST": "10.0.0.1", "SPECLEN_SERVICE_PORT": "7070", "SPECLEN_PORT": "tcp://10.0.0.1:7070"}
 
 
@@ -23,7 +24,7 @@ class Running:
     begun: float = field(default_factory=time.monotonic)
 
     def text(self) -> str:
-        """Text on the screen: without colours, and of lines that were written over only the last."""
+        """Text on the screen, without escape codes. Of a line that was overwritten in place, only the last version."""
         plain = ESCAPES.sub("", self.screen.read_text("utf-8", errors="replace")).replace("\r\n", "\n")
         return "\n".join(line.rpartition("\r")[2].rstrip() for line in plain.split("\n")).strip("\n")
 

@@ -38,7 +38,7 @@ def check_tokenizer(tokenizer: Any) -> str:
     digits = [token for token in tokenizer.convert_ids_to_tokens(ids) if any(one.isdigit() for one in token)]
     if any(len(token) > 1 for token in digits):
         raise ValueError(f"digits share tokens: {digits}")
-    return "tokens: text comes back, digits are apart"
+    return "tokenizer: the text round-trips, and each digit is a token of its own"
 
 
 def main(gguf: Path, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""The KV cache of torch: keys and values of every row of a batch, one pool per model.
+"""The KV cache of torch: keys and values of every row of a batch, one pool per model. `openvino/blocks.py` shares
+LayerShape and `reserve`.
 
 Layout. Every layer has one tensor [rows, 2, kv_heads, max_length, head_dim] (keys, then values), so that attention reads
 rows 0..b-1 and tokens 0..n-1 as a strided view, without a gather or a block table. A row keeps its place whatever the

@@ -29,7 +29,7 @@ from speclen.worker.sampling.rules import TokenRule
 
 RowLogits: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # by row, [columns, vocab]
 # num_accepted [b], and tokens [b, k + 1]: the first num_accepted[r] + 1 are the new tokens of row r, none if it is
-# -1. Then the target's logits: [its proposals + 1 or more, vocab] of every row, and [1, 1, vocab] after each of the prompts.
+# -1. Then the target's logits: of each row [proposals + 1, more if padded, vocab], after each prompt [1, 1, vocab].
 StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowLogits, list[torch.Tensor]]
 
 
@@ -53,7 +53,7 @@ def speculative_step(
     caps = None if plan.is_even and not plan.has_ngrams else upload(np.array(plan.num_proposed), device)
     ngrams = upload(plan.ngram_table(num_proposed), device) if plan.has_ngrams else None
     matched = upload(np.array(plan.num_ngrams) > 0, device) if plan.has_ngrams else None
-    # Column c is the token c - (width - 1) places after the pending one.
+    # Column width - 1 is the pending token. Columns before it are earlier tokens, columns after it proposals.
     rows = StepRows(num_tokens_of(plan) - width, width + num_proposed, device)
     proposed = recent_ids.new_zeros(len(plan.rows), num_proposed)
     if length:
@@ -88,8 +88,8 @@ def host_step(
 ) -> tuple[np.ndarray, np.ndarray]:
     """StepOutcome's num_accepted and tokens, computed in numpy. width: as in speculative_step.
 
-    After a forward pass the processor's caches hold weights, so the code that follows is read from memory again. With torch
-    that is far more code than with numpy.
+    A forward pass fills the processor's caches with weights, so the code that runs next must be read from memory again.
+    torch's operators have far more code than numpy's.
     """
     length = plan.draft_length
     rows, every = StepRows(num_tokens_of(plan) - width, width + length, target.device), np.arange(len(plan.rows))

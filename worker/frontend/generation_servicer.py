@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 MAX_REQUEST_ID = 128
 
-# Fields with presence: if absent they have a default, and zero means zero.
+# OPTIONAL: fields whose absence means the default, so that a zero that was sent counts as zero.
 NAMES = {field.name for field in fields(SamplingParams)}
 OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.name in NAMES and field.has_presence]
 MAX_ABORTED = 1024  # requests that one call may abort

@@ -34,8 +34,8 @@ from speclen.worker.requests.request import (
     check_answer_size,
 )
 
-CALL_HEAD = re.compile(r'[\[\]}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as of `call_head`
-MARKS = re.compile(r'\\.?|["{}]', re.DOTALL)  # in JSON: an escaped character, an end of a string, a brace
+CALL_HEAD = re.compile(r'[\[\]}, ]*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')  # as `call_head` in grammars.py
+MARKS = re.compile(r'\\.?|["{}]', re.DOTALL)  # in JSON: an escaped character, a quote, a brace
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
 NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -90,7 +90,7 @@ class CallReader:
     """
 
     def __init__(self, name: str | None) -> None:
-        self._name = name  # of the call that has begun, until an entry contains it
+        self._name = name  # of the current call; None once an entry has contained it
         self._in_arguments = name is not None
         self._in_string = self._escaped = False
         self._depth = 0  # of braces in the arguments
@@ -303,7 +303,7 @@ def fixed_length(body: Sampling) -> int | None:
 
 
 def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None, defaults: dict[str, float]) -> SamplingParams:
-    """Sampling parameters; null and absent fields have defaults. defaults: of the model, which precede OpenAI's."""
+    """Sampling parameters; null and absent fields have defaults. defaults: the model's, in place of OpenAI's."""
     given = {name: value for name in NAMES if (value := getattr(body, name, None)) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     own = {

@@ -23,7 +23,7 @@ from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 Key = tuple[int, int]  # batch size, speculation length
-Step = tuple[float, float, int]  # latency_s, mean context length, number of its visit
+Step = tuple[float, float, int]  # latency_s, mean context length, number of its round, which visits each cell once
 
 ASSUMED_DEVIATION = 0.1  # relative standard deviation of a visit, for cells with fewer than three
 LEAST_DEVIATION = 0.01  # smallest relative standard deviation, so that no cell counts as certain

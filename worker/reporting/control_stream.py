@@ -41,7 +41,7 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
-MAX_PACE = 8  # a controller closes streams after 30 s of silence
+MAX_PACE = 8  # keeps heartbeats at 8 s, as a controller closes streams after 30 s of silence
 # Advice to the operator, by the status of the controller's refusal.
 WAYS_OUT = {
     grpc.StatusCode.UNAVAILABLE: "start one there, or correct --controller; one with TLS needs --controller-ca",
@@ -60,8 +60,8 @@ class ControlSettings:
     """Timing of the control stream, in seconds, and sizes of its messages."""
 
     flush_interval_s: float = 0.2  # between messages, each with the reports gathered since the last one
-    # The same after num_fresh_steps. A message costs both sides milliseconds, which is most of the controller's use of
-    # shared cores.
+    # Replaces flush_interval_s after num_fresh_steps reports. A message costs both sides milliseconds, which is most of
+    # the controller's use of shared cores.
     calm_interval_s: float = 0.5
     num_fresh_steps: int = 3000
     group_size: int = 256  # largest number of reports in a message; the protocol allows 1024

@@ -53,7 +53,8 @@ class NgramIndex:
     def propose(self, most: int = NGRAM_MAX_TOKENS) -> list[int]:
         """Propose up to `most` tokens, and no more than the match has: the longest suffix that occurred before.
 
-        They are the most frequent continuation of the match. At the end of the text, it continues after the match again.
+        They are the most frequent continuation of the match. At the end of the text, the
+        proposal continues from the match again.
         """
         begin = self._links[self._last]
         if begin <= 0:

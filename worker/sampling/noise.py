@@ -21,8 +21,8 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     """Exp(1) variates [rows, columns, vocab_size], float32, positive. keys: [rows]; positions: [rows, columns]; int64.
 
     Entry (r, c, v) is a function of keys[r], positions[r, c] and v: splitmix64's finaliser (Steele, Lea and Flood 2014)
-    on a counter gives two neighbouring entries 32 bits each, which make a uniform variate u. The value is -log(1 - u), which
-    is fine-grained for the small values that win a race.
+    on a counter gives two neighbouring entries 32 bits each, which make a uniform variate u. The value is -log(1 - u). It
+    is finest near 0, since in the race that selects a token (`verification.choose`) small values win.
     """
     if keys.device.type == "cpu":
         every = np.broadcast_to(keys.numpy()[:, None], positions.shape).ravel()
@@ -44,7 +44,7 @@ def fresh(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor
     """Exp(1) variates of the shape of `like`, [..., vocab], float32, positive."""
     if not like.is_cpu:
         return torch.empty_like(like).exponential_(generator=generator)
-    # With drawn keys, which takes a fraction of torch's own.
+    # With random keys, this takes a fraction of the time of torch's own generator on a CPU.
     keys = torch.empty(like.shape[:-1].numel(), dtype=torch.long).random_(generator=generator).numpy()
     return torch.from_numpy(exponential_on_host(keys, np.zeros_like(keys), like.shape[-1])).view(like.shape)
 
@@ -52,7 +52,8 @@ def fresh(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor
 def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
     """The same in numpy, for n pairs of a key and a position, int64: [n, vocab_size].
 
-    It is computed in pieces that fit in the processor's cache, so that a token of a large vocabulary costs no more.
+    It is computed in pieces that fit in the processor's cache, so that the time per entry does not grow with the
+    vocabulary.
     """
     golden, found = np.uint64(_GOLDEN), np.empty((len(keys), vocab_size), np.float32)
     rows = _mix_array(keys.astype(np.uint64) + positions.astype(np.uint64) * golden)

@@ -82,7 +82,7 @@ class BlockPool:
         """Extend rows first_row, ... to ends[r] tokens.
 
         Returns their blocks, row after row, and the index at which each row begins, as int32. The arrays are the same
-        objects as long as the answer is the same, as in 31 of 32 successive passes.
+        objects until a row needs another block: for a single row, in 31 of 32 successive passes.
         """
         needed = (ends + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
         asked = first_row, needed.tobytes()
@@ -203,8 +203,8 @@ class PrefixCache:
     """Prefix cache of at most `max_blocks` full blocks, which sequences with the same beginning share.
 
     The contents of a block depend on all tokens before it, so its key is its tokens and the block before it. Keys are
-    compared in full, so different texts are never confused. The least recently used block is evicted first; of a text that
-    is its last block, since a match marks its blocks as used from the last to the first.
+    compared in full, so different texts are never confused. The least recently used block is evicted first. Within a
+    text that is the last block, since a match marks the blocks as used from the last to the first.
     """
 
     def __init__(self, max_blocks: int) -> None:

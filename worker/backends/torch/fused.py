@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Attention: the largest number of queries of a program, the largest size of these, and of the keys that it reads at once.
+# Limits of one attention program: number of queries, bytes of these, and bytes of the keys that it reads at once.
 # With these, float32 at head size 256 fits in the 99 KiB of shared memory of compute capabilities 8.6 and 12.0.
 QUERIES_PER_PROGRAM = 64
 QUERIES_BYTES = 32_768
@@ -77,8 +77,8 @@ def attend(
     """Causal attention of each query to its row: [rows, queries, heads, head_dim].
 
     query: [rows, heads, queries, head_dim]. rows: [rows], of the pool. positions: [rows, queries], contiguous. layer: keys
-    and values of the pool. window: visible tokens, the query's own included. num_places: padding queries, at positions from
-    there on, get zeros.
+    and values of the pool. window: visible tokens, the query's own included. num_places: queries at
+    positions from there on are padding, and get zeros.
     """
     num_rows, heads, queries, head_dim = query.shape
     kv_heads, length = layer.shape[2:4]
