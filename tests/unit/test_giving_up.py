@@ -38,7 +38,7 @@ async def test_abort_ends_running_and_waiting_requests():
 async def test_abort_ends_a_request_that_is_being_tokenized():
     async with served() as at:
         go_on, encoder = threading.Event(), at.async_engine.admission.encoder
-        other = asyncio.create_task(encoder.aside.do("other", go_on.wait))  # another's text is in hand
+        other = asyncio.create_task(encoder.long_texts.do("other", go_on.wait))  # another's text is in hand
         long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
         with mock.patch("speclen.worker.frontend.admission.SHORT_BYTES", 10):
             task = asyncio.create_task(at.all(long))

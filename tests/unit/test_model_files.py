@@ -178,7 +178,7 @@ UNFIT: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights cut short": (cut_short, r": its weights \(\*\.safetensors\) cannot be loaded on cpu as float32: "),
     "no safetensors": (pickled, r"no \*\.safetensors"),
     "no tokenizer": (without_tokenizer, "tokenizer"),
-    "a tekken.json alone": (tekken_alone, r"its tekken\.json cannot .* put the model's tokenizer\.json beside it"),
+    "a tekken.json alone": (tekken_alone, r"its tekken\.json cannot .* put the model's tokenizer\.json next to it"),
     "an adapter": (with_adapter, r"it has an adapter .* merge it into its base model"),
     "an adapter alone": (adapter_alone, r"it has an adapter .* merge it into its base model"),
     "another vocabulary": (
