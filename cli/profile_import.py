@@ -40,7 +40,7 @@ def import_request(profile: Profile, context: ContextKey) -> pb.ImportProfileReq
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a profile goes: the controller at an address, or without an address one started for this call on `db`."""
+    """Destination of a profile: the controller at an address, or else one started for this call on `db`."""
 
     db: Path
     address: str

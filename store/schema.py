@@ -296,7 +296,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What a restarted controller needs. states: by context_id. last_group_id, last_profile_id: 0 if there is none."""
+    """State that a restarted controller needs. states: by context_id. last_group_id, last_profile_id: 0 if there is none."""
 
     contexts: tuple[ContextRow, ...] = ()
     workers: tuple[WorkerRow, ...] = ()

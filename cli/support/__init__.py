@@ -1,1 +1,1 @@
-"""What verbs share: output and errors, flags, clients, the database, child processes."""
+"""Shared by verbs: output and errors, flags, clients, the database, child processes."""

@@ -183,9 +183,8 @@ class Journal:
         self.estimators = estimators
         self.clock = clock
         self.interval_s = interval_s
-        self.in_use: Callable[[ContextKey], Table] = lambda key: estimators[
-            key
-        ].table()  # the learner adds holds and verdicts
+        # The learner replaces it by one with holds and verdicts.
+        self.in_use: Callable[[ContextKey], Table] = lambda key: estimators[key].table()
         self.max_waiting_reports = MAX_WAITING_REPORTS
         self.num_commits = 0
         self.num_failed_commits = 0

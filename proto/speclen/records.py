@@ -22,7 +22,7 @@ _ARM = re.compile(r"\s*(?:(?P<plain>plain)|(?P<ngram>n-gram)(?:\s+else\s+draft\s
 
 
 class Arm(NamedTuple):
-    """What a step drafts; the controller selects one for each batch size.
+    """Tokens that a step drafts, and from where; the controller selects an arm for each batch size.
 
     speculation_length: tokens that the draft model drafts per sequence, 0 to 64. ngram: sequences with an n-gram match
     propose the tokens that followed it instead, and the draft model drafts only for the others.

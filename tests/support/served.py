@@ -52,7 +52,7 @@ class Served:
 def parts_of(
     engine: Engine, control: ControlClient, max_waiting: int, interval_s: float, unread_timeout_s: float
 ) -> tuple[AsyncEngine, WorkerMetrics, GenerationServicer]:
-    """What lies between a server and an engine, and its metrics."""
+    """The parts between a server and an engine, and their metrics."""
     pair = engine.pair
     admission = Admission(pair, engine.max_context_length, engine.limits.max_batch_size, max_waiting)
     metrics = WorkerMetrics(engine, control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting)

@@ -164,7 +164,7 @@ def test_both_arms_are_compared_on_the_same_text(learned, baseline, uses_baselin
 
 
 def drawn_outputs(rng, spread, number=400):
-    """Whether each token of each output is drafted rightly: chances differ among outputs."""
+    """True for each token that is drafted correctly, by output: chances differ among outputs."""
     return [rng.random(80) < min(max(0.7 + spread * rng.standard_normal(), 0.05), 0.95) for _ in range(number)]
 
 

@@ -70,7 +70,7 @@ def test_a_replay_leaves_out_the_verdicts_of_trials(ms_per_token: float | None, 
 
 
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
-    """Of those that are too many to be told apart as well: their evidence lies where a profile's would be put."""
+    """Nor from untracked workers, whose evidence is stored in the place where a profile's would be."""
     estimator = made()
     for number in range(MOST_TRACKED + 4):
         Worker(estimator, f"worker-{number}").serve(4, GROUP)
