@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from speclen.bench.serving.load import BlockFigures
+from speclen.controller.baseline.gain import t_quantile
 
 LEAST_BLOCKS = 6  # with fewer, the interval is reported as too short
 RESOLUTION = 0.03  # half the width of the intervals at which the rounds end
@@ -55,16 +56,9 @@ def mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> In
 
 
 def student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's distribution, within 1% (Cornish and Fisher)."""
-    if freedom in (exact := {1: 12.706, 2: 4.303}):
-        return exact[freedom]
-    z, v = 1.959964, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )
+    """The 97.5% quantile of Student's distribution, within 1%."""
+    exact = {1: 12.706, 2: 4.303}
+    return exact[freedom] if freedom in exact else t_quantile(0.975, freedom)
 
 
 @dataclass(frozen=True, slots=True)
