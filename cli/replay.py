@@ -125,8 +125,9 @@ def _other_events(connection: Connection, keys: dict[int, ContextKey]) -> list[t
     found: list[tuple[int, float, Event]] = []
     for row in context_limits(connection):
         limits = Limits(row.max_batch_size, row.max_speculation_length, row.ngram)
-        found.append((row.after_group_id, row.added_at, ContextAdded(keys[row.context_id], limits)))
+        event = ContextAdded(row.after_group_id, keys[row.context_id], limits, json.loads(row.first_survival))
+        found.append((row.after_group_id, row.added_at, event))
     for stored in stored_profiles(connection):
-        event = ProfileImported(keys[stored.context_id], stored.profile)
-        found.append((stored.after_group_id, stored.imported_at, event))
+        seeded = ProfileImported(stored.after_group_id, keys[stored.context_id], stored.profile)
+        found.append((stored.after_group_id, stored.imported_at, seeded))
     return sorted(found, key=lambda each: each[:2])

@@ -17,7 +17,7 @@ __all__ = ["sqlite3"]  # all modules import it from here
 
 # "spl" and a digit in ASCII, which distinguishes our files from other SQLite databases. The digit is the version of
 # schema.sql: raise it when a column, table or view changes.
-APPLICATION_ID = 0x73706C37
+APPLICATION_ID = 0x73706C38
 
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)

@@ -32,14 +32,18 @@ BOOLEANS = ("ngram", "previous_ngram", "is_best", "learned_ngram", "baseline_ngr
 
 def load_state(connection: Connection) -> StoredState:
     """Everything that a restarted controller needs. Raw reports are not read, so the cost does not grow with them."""
-    # Contexts commit separately, so the highest group is near the last row but not always in it. Retention never deletes
-    # the newest report. Scanning all rows would take a second per 10 million.
-    newest = "SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000"
+    # Contexts commit separately, so the highest group is near the last row but not always in it, and after a crash a context
+    # or a profile may follow a group that was lost. Retention never deletes the newest report. Scanning all rows would take
+    # a second per 10 million.
+    known = (
+        "SELECT max(group_id) AS known FROM (SELECT group_id FROM step_reports ORDER BY report_id DESC LIMIT 200000) "
+        "UNION ALL SELECT max(after_group_id) FROM context_limits UNION ALL SELECT max(after_group_id) FROM profiles"
+    )
     return StoredState(
         contexts=contexts(connection),
         workers=workers(connection),
         states={row.context_id: row.state for row in _rows(connection, StateRow, "learned_states")},
-        last_group_id=connection.execute(f"SELECT coalesce(max(group_id), 0) FROM ({newest})").fetchone()[0],
+        last_group_id=connection.execute(f"SELECT coalesce(max(known), 0) FROM ({known})").fetchone()[0],
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
 

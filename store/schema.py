@@ -228,12 +228,13 @@ class HoldsRow(NamedTuple):
 
 
 class ContextLimitsRow(NamedTuple):
-    """The limits of a context when it was created or widened."""
+    """The limits of a context when it was created or widened. first_survival: JSON, see schema.sql."""
 
     context_id: int
     max_batch_size: int
     max_speculation_length: int
     ngram: bool
+    first_survival: str
     after_group_id: int
     added_at: float
 

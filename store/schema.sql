@@ -219,6 +219,7 @@ CREATE TABLE context_limits (
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
+  first_survival TEXT NOT NULL,  -- JSON: chance of acceptance by position, taken from another context of the pair; [] if none
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports processed before it
   added_at REAL NOT NULL CHECK (added_at >= 0)
 ) STRICT;

@@ -14,15 +14,18 @@ from speclen.records import ContextKey, Decision, DriftEvent, Limits, Profile, S
 
 
 class ContextAdded(NamedTuple):
-    """A worker registered that was the first of this context or had larger limits."""
+    """A worker registered that was the first of this context or had larger limits. first_survival: see `Estimators.add`."""
 
+    after_group_id: int
     key: ContextKey
     limits: Limits
+    first_survival: Sequence[float]
 
 
 class ProfileImported(NamedTuple):
     """A profile seeded a context."""
 
+    after_group_id: int
     key: ContextKey
     profile: Profile
 
@@ -41,7 +44,10 @@ Event = ContextAdded | ProfileImported | GroupObserved
 
 @dataclass(slots=True)
 class Replay:
-    """The estimators after the events. decisions: each after the id of the last group learned from; 0: none."""
+    """The estimators after the events. decisions: each after the id of the last group learned from; 0: none.
+
+    After a crash that group may be missing from the events, if it was of another context.
+    """
 
     estimators: Estimators
     decisions: list[tuple[int, Decision]] = field(default_factory=list)
@@ -53,11 +59,10 @@ class Replay:
 def replay(events: Iterable[Event]) -> Replay:
     """Feed events to a new estimator. Raises KeyError if a context reports before it was added."""
     result = Replay(Estimators())
-    last_group_id = 0
     for event in events:
         match event:
             case ContextAdded():
-                decisions = result.estimators.add(event.key, event.limits)
+                decisions = result.estimators.add(event.key, event.limits, event.first_survival)
             case ProfileImported():
                 decisions = result.estimators[event.key].seed(event.profile)
             case GroupObserved():
@@ -66,6 +71,6 @@ def replay(events: Iterable[Event]) -> Replay:
                 result.drift_events += outcome.drift_events
                 result.num_groups += 1
                 result.num_reports += len(event.steps)
-                last_group_id = event.group_id
-        result.decisions += [(last_group_id, decision) for decision in decisions]
+        after_group_id = event.group_id if isinstance(event, GroupObserved) else event.after_group_id
+        result.decisions += [(after_group_id, decision) for decision in decisions]
     return result

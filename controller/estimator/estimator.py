@@ -491,6 +491,11 @@ class Estimator:
         """Largest limits of the workers."""
         return self._state.limits
 
+    @property
+    def first_survival(self) -> tuple[float, ...]:
+        """The guess of acceptance before anything was seen."""
+        return self._state.survival
+
     def arm_for(self, batch_size: int, worker: str = "") -> Arm:
         """The arm in use for a batch size; larger sizes than the limit use the last."""
         at = self._grid.range_of[min(batch_size, self.limits.max_batch_size)]

@@ -240,9 +240,10 @@ class Journal:
         self._num_collected -= num
         self.num_reports_dropped += num
 
-    def note_limits(self, context: Context, after_group_id: int) -> None:
-        """Keep the limits of a context that was added or widened."""
-        row = ContextLimitsRow(context.context_id, *context.limits, after_group_id, self.clock())
+    def note_limits(self, context: Context, first_survival: Sequence[float], after_group_id: int) -> None:
+        """Keep the limits of a context that was added or widened, and the first guess of its acceptance."""
+        first = json.dumps(first_survival)
+        row = ContextLimitsRow(context.context_id, *context.limits, first, after_group_id, self.clock())
         self.note_context(context).limits.append(row)
 
     def note_decision(self, context: Context, decision: Decision, after_group_id: int) -> None:

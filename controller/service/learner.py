@@ -322,8 +322,9 @@ class Learner:
         key = context.key
         before = self.estimators[key].limits if key in self.estimators else None
         decisions = self.estimators.add(key, context.limits)
-        if self.estimators[key].limits != before:
-            self.journal.note_limits(context, self.last_group_id)
+        estimator = self.estimators[key]
+        if estimator.limits != before:
+            self.journal.note_limits(context, estimator.first_survival, self.last_group_id)
             self._forget_tables(key)
         self._note(decisions, ())
 

@@ -18,7 +18,7 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
     ]
     commit = Commit(
         contexts=[context()],
-        context_limits=[ContextLimitsRow(1, 32, 4, True, 0, NOW)],
+        context_limits=[ContextLimitsRow(1, 32, 4, True, "[]", 0, NOW)],
         workers=[worker(3, **worker_changes)],
         arm_estimates=estimates,
         acceptance=[AcceptanceRow(1, 1, 0.75, 100.0, NOW)],

@@ -26,6 +26,8 @@ from speclen.records import (
 class FakeEstimator:
     """The arm in use is the one of the newest step if it follows them. shared: tells what fails, and notes calls."""
 
+    first_survival = ()
+
     def __init__(
         self, shared: FakeEstimators, key: ContextKey, limits: Limits, arm: Arm = PLAIN, follows: bool = True
     ) -> None:

@@ -34,22 +34,24 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
     """To the last bit, and without the probes. The profile is wrong, and the context is widened half-way."""
     estimators, events, made = Estimators(), list[Event](), list[tuple[int, Decision]]()
 
+    def num_groups() -> int:
+        return sum(isinstance(event, GroupObserved) for event in events)
+
     def note(event: Event, decisions: list[Decision]) -> None:
         events.append(event)
-        made.extend((sum(isinstance(each, GroupObserved) for each in events), decision) for decision in decisions)
+        made.extend((num_groups(), decision) for decision in decisions)
 
     def observe(records: Sequence[StepRecord], worker: str = "") -> Outcome:
         outcome = Estimator.observe(estimator, records, worker)
-        num_groups = sum(isinstance(each, GroupObserved) for each in events)
-        note(GroupObserved(num_groups + 1, KEY, worker, records), outcome.decisions)
+        note(GroupObserved(num_groups() + 1, KEY, worker, records), outcome.decisions)
         return outcome
 
     for limits in (Limits(8, 4), LIMITS):
-        note(ContextAdded(KEY, limits), estimators.add(KEY, limits))
+        note(ContextAdded(num_groups(), KEY, limits, ()), estimators.add(KEY, limits))
         estimator = estimators[KEY]
         estimator.observe = observe  # type: ignore[method-assign]
         if len(events) == 1:
-            imported = ProfileImported(KEY, profile(draft_s=0.015, sizes=(1, 4, 8), longest=4))
+            imported = ProfileImported(0, KEY, profile(draft_s=0.015, sizes=(1, 4, 8), longest=4))
             note(imported, estimator.seed(imported.profile))
         worker = Worker(estimator)
         for number in range(20):
@@ -61,7 +63,7 @@ def test_a_replay_of_its_events_makes_the_same_decisions() -> None:
 @pytest.mark.parametrize(("ms_per_token", "exact"), [(None, True), (3.0, False)])
 def test_a_replay_leaves_out_the_verdicts_of_trials(ms_per_token: float | None, exact: bool) -> None:
     """A verdict has a previous arm and no estimates; the same row with estimates would be a decision that is missing."""
-    result, context = replay([ContextAdded(KEY, LIMITS)]), Context(1, KEY, LIMITS, 0.0)
+    result, context = replay([ContextAdded(0, KEY, LIMITS, ())]), Context(1, KEY, LIMITS, 0.0)
     rows = [decision_row(context, decision, after, 0.0) for after, decision in result.decisions]
     verdict = rows[0]._replace(
         decision_version=9, previous_speculation_length=3, previous_ngram=False, ms_per_token=ms_per_token

@@ -6,10 +6,16 @@ import time
 
 import pytest
 
+from speclen.cli.replay import compare, events
+from speclen.controller.analysis.replay import replay
+from speclen.controller.estimator import Estimators
+from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
+from speclen.store.connection import connect_reader
 from speclen.store.database import Store
+from speclen.store.queries import contexts, decisions
 from speclen.store.schema import StoredState
 from tests.support.control_fakes import report
 from tests.support.fake_estimator import FakeEstimators
@@ -76,3 +82,37 @@ def test_invalid_ranges_of_a_worker_are_set_aside(tmp_path):
     _, registry, forgotten, [event] = restored(changed, tmp_path / "s.db")
     assert (forgotten, event.content) == ([], b'{"1": 2}')
     assert registry.workers["w"].seqs.missing == []
+
+
+def test_a_replay_is_exact_although_a_crash_lost_what_another_context_had_learned(tmp_path):
+    """The second context started from the acceptance that the first had learned, and the first was not committed."""
+    path = tmp_path / "s.db"
+
+    async def run(story) -> None:
+        parts, store = Parts(estimators=Estimators()), Store.open(path)
+        parts.clock.now = time.time()
+        parts.journal.store, stored = store, store.load()
+        restore(parts.estimators, parts.registry, stored, path)
+        parts.learner = Learner(parts.estimators, parts.registry, parts.journal, parts.totals, stored.last_group_id)
+        await story(parts)
+        store.close()
+
+    async def crash(parts: Parts) -> None:
+        first = parts.worker("w")
+        parts.journal.commit()  # it stays in flight, since the loop does not run until the crash
+        for begin in range(1, 61, 20):
+            parts.send(first, *range(begin, begin + 20))
+        parts.send(parts.worker("v", key=ELSEWHERE), *range(1, 21))
+        parts.journal.commit()
+
+    async def go_on(parts: Parts) -> None:
+        parts.send(parts.worker("w"), *range(1, 61))
+        parts.send(parts.worker("v", key=ELSEWHERE), *range(21, 61))
+        assert await parts.journal.finish(10.0)
+
+    asyncio.run(run(crash))
+    asyncio.run(run(go_on))
+    with connect_reader(path) as connection:
+        agreement = compare(replay(events(connection)), decisions(connection), contexts(connection))
+    assert agreement["exact"], agreement
+    assert agreement["num_stored"] > 40
