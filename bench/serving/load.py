@@ -30,7 +30,8 @@ Prompt = Sequence[int]
 class RequestOutcome:
     """Times, counts and output of one request. Times in seconds since the block began; None: it did not happen.
 
-    error: empty for a request that got all the tokens it asked for. chunks: times at which tokens came, and their numbers.
+    error: empty for a request that got all the tokens it asked for. first_token_s, chunks: of a streamed answer, the time of
+    the first token, and all times at which tokens came, with their numbers.
     """
 
     at_s: float
@@ -60,7 +61,7 @@ def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
             ignore_eos=not arrival.ends_itself,
             seed=arrival.sampling_seed,
         ),
-        stream=True,
+        stream=arrival.streamed,
     )
 
 
@@ -68,9 +69,9 @@ async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float],
     """Read one answer to its end and fill in the outcome, or its error."""
     try:
         async for response in call:
-            if outcome.first_token_s is None:
-                outcome.first_token_s = clock()
             if response.HasField("chunk"):
+                if outcome.first_token_s is None:
+                    outcome.first_token_s = clock()
                 outcome.num_tokens += len(response.chunk.token_ids)
                 outcome.chunks.append((clock(), len(response.chunk.token_ids)))
             else:
@@ -135,8 +136,9 @@ class BlockFigures:
     of sending.
 
     latency_sum_s, percentiles: of the requests that got all their tokens; num_failed: the others, errors: why. late_s: the
-    99th percentile of how much later than planned requests were sent. seconds: until the last answer ended. tokens_by_s:
-    tokens that came in each second. by_size: tokens, and seconds of latency, of the requests of each concurrency.
+    99th percentile of how much later than planned requests were sent. ttft_mean_s: 0 if no answer was streamed. seconds:
+    until the last answer ended. tokens_by_s: tokens that came in each second. by_size: tokens, and seconds of latency, of
+    the requests of each concurrency.
     """
 
     num_requests: int

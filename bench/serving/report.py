@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from speclen.cli.support.output import write_whole
 COLUMNS = (
     ("mean", lambda b: b.mean_latency_s, "{:.3f}"),
     ("p95", lambda b: b.latency_p95_s, "{:.3f}"),
-    ("first token", lambda b: b.ttft_mean_s, "{:.3f}"),
+    ("first token", lambda b: b.ttft_mean_s or math.nan, "{:.3f}"),
     ("tokens/s", lambda b: b.tokens_per_s, "{:.0f}"),
     ("accepted", lambda b: b.num_accepted / max(1, b.num_row_steps), "{:.2f}"),
 )
@@ -109,8 +110,11 @@ def print_policies(comparison: Comparison, console: Console) -> None:
     table = table_of("means over blocks; request latency in seconds", *headings, f"{first} relative to it")
     for name in comparison.policies:
         blocks = comparison.whole(name)
+        means = [
+            float(np.mean([figure(block) for block in blocks])) if blocks else math.nan for _, figure, _ in COLUMNS
+        ]
         cells = (
-            form.format(np.mean([figure(block) for block in blocks])) if blocks else "–" for _, figure, form in COLUMNS
+            "–" if math.isnan(mean) else form.format(mean) for mean, (*_, form) in zip(means, COLUMNS, strict=True)
         )
         table.add_row(name, *cells, "1" if name == first else in_words(comparison.ratio(first, name)))
     console.print(table)

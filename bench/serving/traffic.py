@@ -75,7 +75,7 @@ class Stage:
         return sum(number for number, _ in self.mixes)
 
 
-def stage(*mixes: tuple[int, Mix], base: int = 8, per_slot: int = 3) -> Stage:
+def stage(*mixes: tuple[int, Mix], base: int = 3, per_slot: int = 1) -> Stage:
     """A stage with similar seconds of work at every concurrency."""
     return Stage(mixes, base + per_slot * sum(number for number, _ in mixes))
 
@@ -94,14 +94,16 @@ GROWING = (1.0, 2.0, 3.0, 4.0)
 class TrackRecipe:
     """Recipe for the blocks of a named workload.
 
-    stages: of a closed loop; empty: requests of `mix` arrive at the loads of ALTERNATING. block_s: seconds that a block of
-    arrivals takes, and that one of stages takes roughly. burstiness: coefficients of variation of the gaps between arrivals,
-    gamma distributed, one a block, in turn; 1 is Poisson, more is burstier.
+    stages: of a closed loop; empty: requests of `mix` arrive at the loads of ALTERNATING. streamed: False for jobs that read
+    whole answers. block_s: seconds that a block of arrivals takes, and that one of stages takes roughly. burstiness:
+    coefficients of variation of the gaps between arrivals, gamma distributed, one a block, in turn; 1 is Poisson, more is
+    burstier.
     """
 
     summary: str
     block_s: float
     stages: tuple[Stage, ...] = ()
+    streamed: bool = True
     mix: Mix = MIXED
     burstiness: tuple[float, ...] = (1.0,)
 
@@ -125,6 +127,7 @@ TRACKS: dict[str, TrackRecipe] = {
         "64 requests at once whose outputs have a long tail; the time until the last one ends counts",
         8.0,
         (Stage(((64, LONG_TAILED),), 64),),
+        streamed=False,
     ),
     "agents": TrackRecipe(
         "1 to 4 agents quote files and tool output, and a chat load next to them swells to 16 and falls",
@@ -187,6 +190,7 @@ class Arrival:
     sampling_seed: int = 0
     ends_itself: bool = False
     at_once: int | None = None
+    streamed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +223,8 @@ def make_block(
     if recipe.stages:
         rng, turns = np.random.default_rng([seed, number]), Conversations(np.random.default_rng([seed, number, 1]))
         drawn = [draw_stage(rng, one, seconds / recipe.block_s, chat, turns) for one in recipe.stages]
-        return Block(track, number, seconds, tuple(arrival for stretch in drawn for arrival in stretch))
+        arrivals = [replace(arrival, streamed=recipe.streamed) for stretch in drawn for arrival in stretch]
+        return Block(track, number, seconds, tuple(arrivals))
     rate = capacity_tokens_per_s / (MEAN_CHAT_TOKENS if chat else recipe.mix.mean_tokens)
     expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
