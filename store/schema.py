@@ -239,6 +239,22 @@ class ContextLimitsRow(NamedTuple):
     added_at: float
 
 
+class PredictionRow(NamedTuple):
+    """Predicted against observed times of the arm in use in a minute. Rows of one minute and batch range are summed.
+
+    window_start: of the minute; num_tokens: per sequence, bonus included; predicted_s: for these tokens.
+    """
+
+    context_id: int
+    window_start: int
+    batch_min: int
+    batch_max: int
+    num_steps: int
+    num_tokens: float
+    observed_s: float
+    predicted_s: float
+
+
 class StoreEventRow(NamedTuple):
     """A loss. kind: see schema.sql. content: the state that was set aside."""
 
@@ -288,6 +304,7 @@ class Commit:
     drift_events: Sequence[DriftEventRow] = ()
     trials: Sequence[TrialRow] = ()
     holds: Sequence[HoldsRow] = ()
+    predictions: Sequence[PredictionRow] = ()
     profiles: Sequence[ProfileRow] = ()
     replaced_contexts: Sequence[int] = ()
     context_limits: Sequence[ContextLimitsRow] = ()

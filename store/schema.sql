@@ -197,19 +197,16 @@ CREATE TABLE step_reports (
 ) STRICT;
 
 CREATE TABLE prediction_windows (
-  -- Predicted against observed times, by minute: the usable samples of each commit and the estimates stored before it.
+  -- Predicted against observed times, by minute: the usable samples at the arm in use, and the table before them.
   context_id INTEGER NOT NULL REFERENCES contexts,
   window_start INTEGER NOT NULL CHECK (window_start >= 0),  -- a whole minute, seconds since 1970, UTC
   batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
   batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
-  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
-  ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
   num_steps INTEGER NOT NULL CHECK (num_steps >= 1),
-  sum_step_s REAL NOT NULL CHECK (sum_step_s > 0 AND sum_step_s < 1e300),
-  sum_tokens REAL NOT NULL CHECK (sum_tokens > 0 AND sum_tokens < 1e300),  -- per sequence, bonus included
-  sum_predicted_step_s REAL NOT NULL CHECK (sum_predicted_step_s > 0 AND sum_predicted_step_s < 1e300),
-  sum_predicted_tokens REAL NOT NULL CHECK (sum_predicted_tokens > 0 AND sum_predicted_tokens < 1e300),
-  PRIMARY KEY (window_start, context_id, batch_min, speculation_length, ngram)
+  num_tokens REAL NOT NULL CHECK (num_tokens > 0 AND num_tokens < 1e300),  -- per sequence, bonus included
+  observed_s REAL NOT NULL CHECK (observed_s > 0 AND observed_s < 1e300),
+  predicted_s REAL NOT NULL CHECK (predicted_s > 0 AND predicted_s < 1e300),  -- for these tokens
+  PRIMARY KEY (window_start, context_id, batch_min)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE context_limits (
@@ -473,13 +470,11 @@ SELECT
   x.context,
   CASE w.batch_min WHEN w.batch_max THEN '' || w.batch_min ELSE w.batch_min || '-' || w.batch_max END AS batch_bucket,
   w.batch_min,
-  max(w.batch_max) AS batch_max,
-  sum(w.num_steps) AS num_steps,
-  1000 * sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens) AS predicted_ms_per_token,
-  1000 * sum(w.sum_step_s) / sum(w.sum_tokens) AS observed_ms_per_token,
-  100 * ((sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens)) / (sum(w.sum_step_s) / sum(w.sum_tokens)) - 1)
-    AS error_percent,  -- above 0: faster than predicted
+  w.batch_max,
+  w.num_steps,
+  1000 * w.predicted_s / w.num_tokens AS predicted_ms_per_token,
+  1000 * w.observed_s / w.num_tokens AS observed_ms_per_token,
+  100 * (w.predicted_s / w.observed_s - 1) AS error_percent,  -- above 0: faster than predicted
   w.window_start  -- the minute in seconds since 1970; filtering by it is fast
 FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
-GROUP BY w.window_start, w.context_id, w.batch_min
 ORDER BY w.window_start, w.context_id, w.batch_min;

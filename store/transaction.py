@@ -1,4 +1,4 @@
-"""Commits in one transaction: inserts of many rows, in an order that keeps references whole, and sums for predictions.
+"""Commits in one transaction: inserts of many rows, in an order that keeps references whole.
 
 One statement carries up to 256 rows. `executemany` runs one statement per row and releases Python's interpreter lock each
 time; next to a busy event loop, taking it back costs far more than the row (measured: 24 us a row against 4.5 us).
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from speclen.records import ProfileCell
@@ -29,6 +28,7 @@ from speclen.store.schema import (
     DecisionRow,
     DriftEventRow,
     HoldsRow,
+    PredictionRow,
     ProfileRow,
     ReportRow,
     StateRow,
@@ -54,12 +54,21 @@ class Refusal(NamedTuple):
 class Insert:
     """Inserts rows into one table. With a key, an existing row is updated.
 
-    unless_older: a column; a row whose value is smaller than the existing one's is ignored.
+    unless_older: a column; a row whose value is smaller than the existing one's is ignored. summed: columns whose value is
+    added to the existing one's.
     """
 
-    def __init__(self, table: str, columns: Sequence[str], key: Sequence[str] = (), unless_older: str = "") -> None:
+    def __init__(
+        self,
+        table: str,
+        columns: Sequence[str],
+        key: Sequence[str] = (),
+        unless_older: str = "",
+        summed: Sequence[str] = (),
+    ) -> None:
         self.table = table
         self.unless_older = unless_older
+        self.summed = tuple(summed)
         self.columns = tuple(columns)
         self.key = tuple(key)
 
@@ -68,12 +77,15 @@ class Insert:
         row = f"({', '.join('?' * len(self.columns))})"
         update = ""
         if self.key:
-            changes = ", ".join(f"{name} = excluded.{name}" for name in self.columns if name not in self.key)
+            changes = ", ".join(self._change(name) for name in self.columns if name not in self.key)
             update = f" ON CONFLICT ({', '.join(self.key)}) DO UPDATE SET {changes}"
             if self.unless_older:
                 update += f" WHERE excluded.{self.unless_older} >= {self.table}.{self.unless_older}"
         head = f"INSERT INTO {self.table} ({', '.join(self.columns)}) VALUES "
         return {size: head + ", ".join([row] * size) + update for size in BLOCKS}
+
+    def _change(self, name: str) -> str:
+        return f"{name} = {f'{self.table}.{name} + ' if name in self.summed else ''}excluded.{name}"
 
     def run(self, connection: Connection, rows: Iterable[Sequence[Any]]) -> list[Refusal]:
         """Insert rows, and return those that violate the schema."""
@@ -111,13 +123,19 @@ NEWEST = {
     "states": Insert("learned_states", StateRow._fields, ("context_id",)),
 }
 
-# By field of `Commit`: tables that keep every row.
+# By field of `Commit`: tables whose rows may be refused one by one.
 EVENTS = {
     "context_limits": Insert("context_limits", ContextLimitsRow._fields),
     "decisions": Insert("decisions", DecisionRow._fields),
     "drift_events": Insert("drift_events", DriftEventRow._fields),
     "trials": Insert("trials", TrialRow._fields),
     "holds": Insert("holds", HoldsRow._fields, ("context_id",)),
+    "predictions": Insert(
+        "prediction_windows",
+        PredictionRow._fields,
+        ("window_start", "context_id", "batch_min"),
+        summed=("num_steps", "num_tokens", "observed_s", "predicted_s"),
+    ),
     "store_events": Insert("store_events", StoreEventRow._fields),
 }
 
@@ -193,8 +211,6 @@ def _write_rows(connection: Connection, commit: Commit) -> tuple[list[Refusal], 
     _insert_all(connection, commit, "contexts", "workers")
     refusals = _insert_profiles(connection, commit.profiles)
     bad_reports = REPORTS.run(connection, commit.reports)
-    if not bad_reports:  # otherwise their sums could be invalid, too
-        add_predictions(connection, commit.reports)  # before new estimates replace those that made the predictions
     for context_id in commit.replaced_contexts:
         connection.execute("DELETE FROM arm_estimates WHERE context_id = ?", (context_id,))
     refusals += bad_reports + _insert_newest(connection, commit, "arm_estimates", "acceptance")
@@ -233,52 +249,3 @@ def _events_of(commit: Commit, refusals: list[str]) -> list[StoreEventRow]:
     if refusals:
         events.append(StoreEventRow("rows_refused", len(refusals), refusals[0], time.time()))
     return events
-
-
-# Predicted against observed times: estimates on disk and usable samples of a commit, summed by minute and arm.
-
-WINDOW_S = 60
-
-_KEY = ("context_id", "batch_size", "speculation_length", "ngram")
-_VALUES = ("received_at", "latency_s", "num_accepted_tokens", "num_unobserved_sequences", "flags")
-_OF_REPORT = itemgetter(*map(ReportRow._fields.index, (*_KEY, *_VALUES)))
-
-ADD_PREDICTIONS = """
-INSERT INTO prediction_windows
-SELECT a.context_id, :window_start, a.batch_min, a.batch_max, a.speculation_length, a.ngram, :num_steps, :sum_step_s,
-  :sum_tokens, :num_steps * a.step_s, :num_steps * a.expected_tokens
-FROM arm_estimates AS a
-WHERE a.context_id = :context_id AND a.speculation_length = :speculation_length AND a.ngram = :ngram
-  AND a.batch_max >= :batch_size AND a.batch_min =
-    (SELECT max(batch_min) FROM arm_estimates WHERE context_id = :context_id AND batch_min <= :batch_size)
-ON CONFLICT DO UPDATE SET
-  batch_max = excluded.batch_max,
-  num_steps = num_steps + excluded.num_steps,
-  sum_step_s = sum_step_s + excluded.sum_step_s,
-  sum_tokens = sum_tokens + excluded.sum_tokens,
-  sum_predicted_step_s = sum_predicted_step_s + excluded.sum_predicted_step_s,
-  sum_predicted_tokens = sum_predicted_tokens + excluded.sum_predicted_tokens
-"""
-
-
-def add_predictions(connection: Connection, reports: Sequence[Sequence[Any]]) -> None:
-    """Add reports, in the order of ReportRow, to the comparison with the estimates that are in the database now."""
-    connection.executemany(ADD_PREDICTIONS, sums_by_arm(reports))
-
-
-def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Parameters of ADD_PREDICTIONS: one row per context, batch size, arm and minute, without flagged steps.
-
-    Summing in SQLite would sort all reports of the commit, which costs more than inserting them (1.9 us a report
-    against 1.2).
-    """
-    sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    for report in reports:
-        *key, received_at, latency_s, num_accepted, num_unobserved, flags = _OF_REPORT(report)
-        if flags == "":
-            total = sums[(*key, int(received_at // WINDOW_S) * WINDOW_S)]
-            total[0] += 1
-            total[1] += latency_s
-            total[2] += 1.0 + num_accepted / (key[1] - num_unobserved)  # per observed sequence, bonus included
-    names = (*_KEY, "window_start", "num_steps", "sum_step_s", "sum_tokens")
-    return [dict(zip(names, (*key, *total), strict=True)) for key, total in sums.items()]

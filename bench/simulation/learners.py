@@ -196,7 +196,7 @@ class Guarded:
     def arm_for(self, batch_size: int, worker: str) -> Arm:
         """The arm in use for a worker."""
         if worker not in self._arms:
-            table = self.guard.table(self._table(worker), self.baseline)
+            table = self.guard.overrule(self._table(worker), self.baseline)
             self._arms[worker] = [table.arm_for(size) for size in range(self.limits.max_batch_size + 1)]
         return self._arms[worker][batch_size]
 

@@ -137,16 +137,15 @@ class Guard:
 
     # What is used.
 
-    def table(self, learned: Table, baseline: Sequence[Choice], shadow: bool = False) -> Table:
+    def overrule(self, learned: Table, baseline: Sequence[Choice], shadow: bool = False) -> Table:
         """The table for workers: the learned one, with baseline or held arms where these are in use."""
         if not baseline and not self.holds:
             return learned
         most = learned.choices[-1].batch_max
         arms = [self._in_use(size, learned, baseline, shadow) for size in range(1, most + 1)]
         choices = []
-        for place, members in groupby(enumerate(arms, 1), lambda each: (each[1], _place(learned, each[0]))):
+        for (arm, at), members in groupby(enumerate(arms, 1), lambda each: (each[1], _place(learned, each[0]))):
             sizes = [size for size, _ in members]
-            arm, at = place
             known = learned.choices[at]
             choices.append(Choice(sizes[0], sizes[-1], arm, known.ms_per_token if known.arm == arm else None))
         return Table(learned.version + self.version, tuple(choices))
@@ -176,15 +175,17 @@ class Guard:
         blocks = self._blocks.get(worker)
         if not baseline or blocks is None:
             return None
-        mine, its = learned.arm_for(batch_size), arm_of(baseline, batch_size)
+        learned_arm, baseline_arm = learned.arm_for(batch_size), arm_of(baseline, batch_size)
         in_use, place = self._in_use(batch_size, learned, baseline, shadow), self._range(batch_size)
         num_steps = BLOCK_STEPS + blocks.transition
-        if mine == its or in_use not in (mine, its) or not self._is_due(place, shadow, num_steps):
+        if learned_arm == baseline_arm or in_use not in (learned_arm, baseline_arm):
+            return None
+        if not self._is_due(place, shadow, num_steps):
             return None
         if not blocks.is_ready(in_use):
             return None
         trial_id = FIRST_TRIAL_ID + self.num_trials + 1
-        plan = Plan(trial_id, range_of(batch_size), mine, its, in_use == its, place.since)
+        plan = Plan(trial_id, range_of(batch_size), learned_arm, baseline_arm, in_use == baseline_arm, place.since)
         if not tells(plan, place.outputs):
             return None
         self.num_trials += 1

@@ -98,7 +98,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         worker = self.learner.register(registration(request))
         self.streams.end_old_epoch(worker)
         return pb.RegisterWorkerResponse(
-            table=self.streams.table(worker),
+            table=self.streams.message_for(worker),
             durable_seq=worker.durable_seq,
             controller=self.identity,
             sample_every=self.learner.sampling.sample_every,
@@ -180,7 +180,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
         """The arm of the next step at this batch size: of the worker's probe if it has one, else of the table."""
-        table, _ = self.learner.table(worker)
+        table, _ = self.learner.table_in_use(worker)
         probe = worker.take_probe_step(batch_size)
         arm: Arm = probe.arm if probe is not None else table.arm_for(batch_size)
         return pb.ReportStepResponse(

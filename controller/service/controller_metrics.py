@@ -126,7 +126,7 @@ class ControllerCollector:
     def _prediction(self) -> Iterator[Metric]:
         steps, observed, predicted = Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
-            for sizes, sums in prediction.compared.items():
+            for sizes, sums in prediction.times.items():
                 labels = str(key), range_label(*sizes)
                 steps[labels], observed[labels], predicted[labels] = sums.num_steps, sums.observed_s, sums.predicted_s
         yield FAMILIES.counters("compared_steps", "Steps whose time was compared", RANGE, steps)

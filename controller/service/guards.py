@@ -56,7 +56,7 @@ class Guards:
         """The table that a worker uses."""
         if not view.own:
             self._views[key] = view
-        return self.of(key).table(learned, view.baseline, view.is_shadow)
+        return self.of(key).overrule(learned, view.baseline, view.is_shadow)
 
     def in_use(self, key: ContextKey, learned: Table) -> Table:
         """The table of workers that are not isolated, with the baseline of the newest one."""

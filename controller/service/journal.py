@@ -13,9 +13,10 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import structlog
 
@@ -33,6 +34,7 @@ from speclen.store.schema import (
     DecisionRow,
     DriftEventRow,
     HoldsRow,
+    PredictionRow,
     ProfileRow,
     StateRow,
     StoreEventRow,
@@ -137,10 +139,34 @@ def holds_of(row: HoldsRow) -> list[Hold]:
 
 
 @dataclass(slots=True)
+class PredictedTimes:
+    """Sums over usable samples at the arm in use. Their ratio is the prediction error.
+
+    num_tokens: per sequence, bonus included; predicted_s: for these tokens.
+    """
+
+    num_steps: int = 0
+    num_tokens: float = 0.0
+    observed_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def add(self, other: PredictedTimes) -> None:
+        """Add the sums of further steps."""
+        self.num_steps += other.num_steps
+        self.num_tokens += other.num_tokens
+        self.observed_s += other.observed_s
+        self.predicted_s += other.predicted_s
+
+
+BatchRange: TypeAlias = tuple[int, int]  # the smallest and the largest batch size
+
+
+@dataclass(slots=True)
 class Unsaved:
     """Changes of one context since its last commit; workers by worker_id.
 
-    marks: by worker_id, a worker, its epoch, and the seq up to which this commit has all of its reports.
+    marks: by worker_id, a worker, its epoch, and the seq up to which this commit has all of its reports. predictions: by
+    the minute that begins at that second, and batch range.
     """
 
     since: float
@@ -155,6 +181,7 @@ class Unsaved:
     limits: list[ContextLimitsRow] = field(default_factory=list)
     trials: deque[TrialRow] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
     holds: dict[int, HoldsRow] = field(default_factory=dict)
+    predictions: dict[tuple[int, BatchRange], PredictedTimes] = field(default_factory=dict)
 
     def add(self, newer: Unsaved) -> None:
         """Append the changes that followed these."""
@@ -163,6 +190,8 @@ class Unsaved:
             getattr(self, name).extend(getattr(newer, name))
         for name in ("workers", "marks"):
             getattr(self, name).update(getattr(newer, name))
+        for place, times in newer.predictions.items():
+            self.predictions.setdefault(place, PredictedTimes()).add(times)
 
 
 class Journal:
@@ -226,6 +255,12 @@ class Journal:
         self._num_collected += len(steps)
         if self._num_collected > self.max_waiting_reports and self._is_stuck():
             self._drop_oldest()
+
+    def note_predictions(self, context: Context, found: Mapping[BatchRange, PredictedTimes]) -> None:
+        """Keep the comparison of predicted with observed times of steps that were learned from."""
+        minute, predictions = int(self.clock() // 60) * 60, self.note_context(context).predictions
+        for sizes, times in found.items():
+            predictions.setdefault((minute, sizes), PredictedTimes()).add(times)
 
     def _is_stuck(self) -> bool:
         """True while commits fail, so that waiting would not make room."""
@@ -344,6 +379,10 @@ class Journal:
             context_limits=changes.limits,
             trials=changes.trials,
             holds=list(changes.holds.values()),
+            predictions=[
+                filled(PredictionRow, times, context, window_start=minute, batch_min=sizes[0], batch_max=sizes[1])
+                for (minute, sizes), times in changes.predictions.items()
+            ],
             num_reports_dropped=changes.num_reports_dropped,
         )
 

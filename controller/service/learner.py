@@ -16,7 +16,7 @@ import structlog
 
 from speclen.controller.estimator import Estimators
 from speclen.controller.service.guards import SHADOW, Guards, View, view_of
-from speclen.controller.service.journal import Journal
+from speclen.controller.service.journal import BatchRange, Journal, PredictedTimes
 from speclen.controller.service.registry import Context, Registration, Registry, Worker
 from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.messages import InvalidMessageError
@@ -84,52 +84,41 @@ class Sampling:
             self.sample_every = max(self.sample_every // 2, 1)
 
 
-@dataclass(slots=True)
-class Compared:
-    """Sums over the compared steps of a batch range, in seconds. Their ratio over a while is the prediction error."""
-
-    num_steps: int = 0
-    observed_s: float = 0.0
-    predicted_s: float = 0.0
-
-    def add(self, observed_s: float, predicted_s: float) -> None:
-        self.num_steps += 1
-        self.observed_s += observed_s
-        self.predicted_s += predicted_s
-
-
 class PredictionError:
     """Measured step times of a context compared with those that the table predicted for the generated tokens.
 
-    Errors are ratios of sums, as is the objective. compared: by batch range, over usable samples at the arm in use.
-    elsewhere_s: time of usable samples at other arms: probes, outdated tables, workers with a policy of their own.
-    regret_s: the part of that time that the arm in use would have saved.
+    Errors are ratios of sums, as is the objective. times: by batch range, since the start. elsewhere_s: time of usable
+    samples at other arms: probes, outdated tables, workers with a policy of their own. regret_s: the part of that time that
+    the arm in use would have saved.
     """
 
     def __init__(self) -> None:
-        self.compared: dict[tuple[int, int], Compared] = {}
+        self.times: dict[BatchRange, PredictedTimes] = {}
         self.elsewhere_s = 0.0
         self.regret_s = 0.0
         self._table: Table | None = None
         self._choices: list[Choice] = []  # by batch size
 
-    def add(self, table: Table, steps: Sequence[StepRecord]) -> None:
-        """Compare steps with the table that was valid before they were learned from."""
+    def add(self, table: Table, steps: Sequence[StepRecord]) -> dict[BatchRange, PredictedTimes]:
+        """Compare steps with the table that was valid before they were learned from. Returns their sums by batch range."""
         if table is not self._table:
             self._table, self._choices = table, _by_batch_size(table)
+        found: dict[BatchRange, PredictedTimes] = {}
         for step in steps:
-            if not step.flags:
-                self._compare(step, self._choices[min(step.batch_size, len(self._choices) - 1)])
-
-    def _compare(self, step: StepRecord, choice: Choice) -> None:
-        if choice.ms_per_token is None:
-            return
-        promised_s = 1e-3 * choice.ms_per_token * step.tokens_per_sequence
-        if step.arm == choice.arm:
-            self.compared.setdefault((choice.batch_min, choice.batch_max), Compared()).add(step.latency_s, promised_s)
-        else:
-            self.elsewhere_s += step.latency_s
-            self.regret_s += step.latency_s - promised_s
+            choice = self._choices[min(step.batch_size, len(self._choices) - 1)]
+            if step.flags or choice.ms_per_token is None:
+                continue
+            num_tokens = step.tokens_per_sequence
+            predicted_s = 1e-3 * choice.ms_per_token * num_tokens
+            if step.arm == choice.arm:
+                times = found.setdefault((choice.batch_min, choice.batch_max), PredictedTimes())
+                times.add(PredictedTimes(1, num_tokens, step.latency_s, predicted_s))
+            else:
+                self.elsewhere_s += step.latency_s
+                self.regret_s += step.latency_s - predicted_s
+        for sizes, times in found.items():
+            self.times.setdefault(sizes, PredictedTimes()).add(times)
+        return found
 
 
 def _by_batch_size(table: Table) -> list[Choice]:
@@ -253,7 +242,7 @@ class Learner:
         worker.last_batch_size, worker.last_step_s = steps[-1].batch_size, steps[-1].latency_s
         try:
             prediction = self.prediction.setdefault(context.key, PredictionError())
-            prediction.add(self.table(worker)[0], steps)
+            predicted = prediction.add(self.table_in_use(worker)[0], steps)
             outcome = self.estimators[context.key].observe(steps, worker.worker_id)
         except Exception as error:  # if it were raised, every report sent again would repeat the crash
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
@@ -268,6 +257,7 @@ class Learner:
         self.totals.num_groups += 1
         self.totals.num_reports += len(steps)
         self.journal.note_reports(worker, steps, self.last_group_id)
+        self.journal.note_predictions(context, predicted)
         self._note(outcome.decisions, outcome.drift_events)
         if worker.policy in FOLLOWS_TABLE:
             self._note(self.guards.observe(worker, steps, self._learned_table(worker), self.last_group_id), ())
@@ -340,7 +330,7 @@ class Learner:
 
     # Answers.
 
-    def table(self, worker: Worker) -> tuple[Table, View]:
+    def table_in_use(self, worker: Worker) -> tuple[Table, View]:
         """The table in use for a worker, and what else it depends on.
 
         Arms are always up to date; expected times are as old as `refresh` allows.

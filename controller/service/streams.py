@@ -123,7 +123,7 @@ class Stream:
         if worker is None or worker.epoch != self.epoch:
             return False
         stale = worker.durable_seq != self._sent_durable_seq or worker.probe is not None
-        return stale or self.hub.table(worker) is not self._sent_table
+        return stale or self.hub.message_for(worker) is not self._sent_table
 
     async def send(self, worker: Worker) -> None:
         """Send the present state; one message at a time."""
@@ -142,7 +142,7 @@ class Stream:
             last_refusal=worker.last_refusal,
             sample_every=self.hub.learner.sampling.sample_every,
         )
-        table = self.hub.table(worker)
+        table = self.hub.message_for(worker)
         if table is not self._sent_table:
             response.table.CopyFrom(table)
             self._sent_table = table
@@ -259,9 +259,9 @@ class Streams:
                 f"epoch {worker.epoch} has registered since",
             )
 
-    def table(self, worker: Worker) -> pb.Table:
+    def message_for(self, worker: Worker) -> pb.Table:
         """The worker's table as a message, with arms that it can run; one message per version."""
-        table, view = self.learner.table(worker)
+        table, view = self.learner.table_in_use(worker)
         place = worker.context.key, view, worker.limits
         version, message = self._tables.get(place, (-1, None))
         if message is None or version != table.version:

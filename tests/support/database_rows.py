@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from speclen.store.schema import AcceptanceRow, Commit, ContextLimitsRow, StateRow
+from speclen.store.schema import AcceptanceRow, Commit, ContextLimitsRow, PredictionRow, StateRow
 from tests.support.store_rows import NOW, context, decision, estimate, report, worker, written
 
 
@@ -25,7 +25,8 @@ def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) ->
         states=[StateRow(1, state, NOW)],
         decisions=[decision(1, 2)],
     )
-    return written(path, commit, Commit(reports=[report(1), report(2), report(3)]))
+    observed = PredictionRow(1, int(NOW // 60 * 60), 3, 4, 3, 6.0, 0.060, 0.060)
+    return written(path, commit, Commit(reports=[report(1), report(2), report(3)], predictions=[observed]))
 
 
 KILLED = """

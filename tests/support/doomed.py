@@ -14,8 +14,8 @@ from speclen.store import database
 # What one commit's statements begin with, in their order; the last one follows the answers to callers.
 STEPS = (
     *("BEGIN", "SAVEPOINT", "INSERT INTO contexts", "INSERT INTO workers", "INSERT INTO step_reports"),
-    *("INSERT INTO prediction_windows", "DELETE FROM arm_estimates", "INSERT INTO arm_estimates"),
-    *("INSERT INTO learned_states", "RELEASE", "PRAGMA user_version", "COMMIT", "PRAGMA freelist_count"),
+    *("DELETE FROM arm_estimates", "INSERT INTO arm_estimates", "INSERT INTO learned_states"),
+    *("INSERT INTO prediction_windows", "RELEASE", "PRAGMA user_version", "COMMIT", "PRAGMA freelist_count"),
 )
 
 

@@ -226,7 +226,7 @@ def test_a_profile_that_the_database_refuses_is_an_error(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise RefusedError("the database refuses a row of profiles")
 
-    monkeypatch.setattr(transaction, "add_predictions", refuse)
+    monkeypatch.setattr(transaction, "_insert_profiles", refuse)
     with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
         own_import(tmp_path / "s.db")
     monkeypatch.undo()

@@ -47,7 +47,7 @@ class Machine:
 def play(guard, machine, num_steps, batches=(4,), chance=0.7, shadow=False, lost=0.0):
     """Serve num_steps with the guard's table and trials; returns the verdicts and trials that came, with their step."""
     found, probe, left, waiting = [], None, 0, []
-    table = guard.table(TABLE, BASE, shadow)
+    table = guard.overrule(TABLE, BASE, shadow)
     for number in range(num_steps):
         batch = batches[number // 40 % len(batches)]
         if left and probe.batch_min <= batch <= probe.batch_max:
@@ -59,7 +59,7 @@ def play(guard, machine, num_steps, batches=(4,), chance=0.7, shadow=False, lost
             waiting.append(made)
         if len(waiting) >= 8:
             found += [(number, each) for each in guard.observe("w", waiting, 2, LIMITS)]
-            waiting, table = [], guard.table(TABLE, BASE, shadow)
+            waiting, table = [], guard.overrule(TABLE, BASE, shadow)
             offered = guard.next_trial("w", batch, TABLE, BASE, shadow)
             probe, left = (offered, offered.num_steps) if offered else (probe, left)
     return found
@@ -278,12 +278,12 @@ def test_a_slower_learned_arm_gives_way_to_the_baseline_and_returns(late):
     assert verdict.uses_baseline
     assert "the baseline is used" in verdict.reason
     assert not others
-    assert guard.table(TABLE, BASE).arm_for(4) == BASELINE
-    assert guard.table(TABLE, BASE).arm_for(16) == LEARNED  # another range
+    assert guard.overrule(TABLE, BASE).arm_for(4) == BASELINE
+    assert guard.overrule(TABLE, BASE).arm_for(16) == LEARNED  # another range
     machine.seconds[LEARNED] = 0.016
     (_, verdict), *_ = verdicts_of(play(guard, machine, 30_000))
     assert not verdict.uses_baseline
-    assert guard.table(TABLE, BASE).arm_for(4) == LEARNED
+    assert guard.overrule(TABLE, BASE).arm_for(4) == LEARNED
 
 
 def test_a_better_learned_arm_stays_and_trials_become_rare():
@@ -324,7 +324,7 @@ def test_shadow_serves_the_baseline_and_tries_the_learned_arm():
     machine = Machine({LEARNED: 0.016, BASELINE: 0.015}, noise=0.02)
     guard = Guard()
     found = trials_of(play(guard, machine, 6000, shadow=True))
-    assert guard.table(TABLE, BASE, shadow=True).arm_for(4) == BASELINE
+    assert guard.overrule(TABLE, BASE, shadow=True).arm_for(4) == BASELINE
     assert all(trial.is_baseline_used for trial in found)
     assert 0.03 <= len(found) * BLOCK_STEPS / 6000 <= 0.055
     assert guard.ranges[range_of(4)].gain.ratio == pytest.approx(2.53 / 1.7 * 15 / 16, rel=0.05)
@@ -337,12 +337,12 @@ def test_nothing_is_compared_without_a_baseline_or_with_equal_arms():
     assert guard.next_trial("w", 4, TABLE, ()) is None
     assert guard.next_trial("w", 4, TABLE, TABLE.choices) is None
     assert guard.next_trial("unknown", 4, TABLE, BASE) is None
-    assert guard.table(TABLE, ()) is TABLE
+    assert guard.overrule(TABLE, ()) is TABLE
 
 
 def serve_requests(guard, machine, num_requests, num_steps, pause):
     """Requests of some steps one at a time; trials that did not begin before a request ended expire in the pause."""
-    found, table = [], guard.table(TABLE, BASE)
+    found, table = [], guard.overrule(TABLE, BASE)
     for _ in range(num_requests):
         probe, left, steps = None, 0, []
         for number in range(num_steps):
@@ -352,7 +352,7 @@ def serve_requests(guard, machine, num_requests, num_steps, pause):
             left = max(left - 1, 0)
             if len(steps) == 8:
                 found += guard.observe("w", steps, 2, LIMITS)
-                steps, table = [], guard.table(TABLE, BASE)
+                steps, table = [], guard.overrule(TABLE, BASE)
                 offered = guard.next_trial("w", 1, TABLE, BASE)
                 probe, left = (offered, offered.num_steps) if offered else (probe, left)
         found += guard.observe("w", steps, 2, LIMITS)
@@ -369,7 +369,7 @@ def test_rare_requests_bring_a_verdict_or_do_no_harm(num_steps, pause, learns):
     machine, guard = Machine({LEARNED: 0.030, BASELINE: 0.015}, noise=0.02), Guard()
     found = serve_requests(guard, machine, 4000 // num_steps, num_steps, pause)
     assert any(not isinstance(each, Trial) for each in found) == learns
-    assert guard.table(TABLE, BASE).arm_for(1) == (BASELINE if learns else LEARNED)
+    assert guard.overrule(TABLE, BASE).arm_for(1) == (BASELINE if learns else LEARNED)
 
 
 def test_a_trial_that_never_ran_is_offered_again():
@@ -387,7 +387,7 @@ def test_a_baseline_that_a_worker_cannot_run_changes_nothing(beyond):
     for _ in range(200):
         assert guard.observe("w", [machine.step(LEARNED) for _ in range(8)], 2, LIMITS) == []
         guard.next_trial("w", 4, TABLE, base)  # the worker ignores it
-    assert guard.table(TABLE, base).arm_for(4) == LEARNED
+    assert guard.overrule(TABLE, base).arm_for(4) == LEARNED
 
 
 def test_a_worker_that_leaves_in_a_trial_does_not_hold_up_others():
@@ -403,11 +403,11 @@ def test_a_worker_that_leaves_in_a_trial_does_not_hold_up_others():
 def test_holds_come_before_everything_and_add_up():
     guard = Guard()
     guard.hold([Hold(8, 16, Arm(2)), Hold(16, 32, None)], release=False)
-    table = guard.table(TABLE, BASE)
+    table = guard.overrule(TABLE, BASE)
     assert [table.arm_for(size) for size in (7, 8, 15, 16, 32)] == [LEARNED, Arm(2), Arm(2), BASELINE, BASELINE]
     assert table.version > TABLE.version
     guard.hold([], release=True)
-    assert guard.table(TABLE, BASE).arm_for(8) == LEARNED
+    assert guard.overrule(TABLE, BASE).arm_for(8) == LEARNED
     assert "smaller size first" in Hold(8, 2, None).reason_against(Limits())
     assert "largest arm" in Hold(1, 2, Arm(9)).reason_against(Limits(32, 8))
 
@@ -416,7 +416,7 @@ def test_stored_trials_bring_the_verdict_back():
     machine, guard, again = Machine({LEARNED: 0.030, BASELINE: 0.015}, noise=0.05), Guard(), Guard()
     for trial in trials_of(play(guard, machine, 4000)):
         again.take(range_of(trial.batch_size), trial)
-    assert again.table(TABLE, BASE).choices == guard.table(TABLE, BASE).choices
+    assert again.overrule(TABLE, BASE).choices == guard.overrule(TABLE, BASE).choices
 
 
 def test_ranges_double():

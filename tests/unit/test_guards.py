@@ -47,7 +47,7 @@ def serve(parts, worker, num_steps):
     for first in range(worker.seqs.applied_seq + 1, worker.seqs.applied_seq + num_steps, 8):
         reports = []
         for seq in range(first, first + 8):
-            arm = probe.arm if left else parts.learner.table(worker)[0].arm_for(4)
+            arm = probe.arm if left else parts.learner.table_in_use(worker)[0].arm_for(4)
             runs = [4] + [0] * arm.speculation_length
             more = {"probe_id": probe.probe_id} if left else {}
             length = arm.speculation_length
@@ -67,8 +67,8 @@ async def test_a_learned_arm_that_loses_gives_way_and_everything_is_kept(tmp_pat
     parts = Parts(estimators=Steady())
     worker = worker_of(parts)
     serve(parts, worker, 3000)
-    assert parts.learner.table(worker)[0].arm_for(4) == BASELINE
-    assert parts.learner.table(worker)[0].arm_for(16) == LEARNED
+    assert parts.learner.table_in_use(worker)[0].arm_for(4) == BASELINE
+    assert parts.learner.table_in_use(worker)[0].arm_for(16) == LEARNED
     parts.journal.commit()
     commit = parts.store.last
     (decision,) = commit.decisions
@@ -82,7 +82,7 @@ async def test_a_learned_arm_that_loses_gives_way_and_everything_is_kept(tmp_pat
         trials = [row.trial for row in queries.trials(connection)]
     again = Parts(estimators=Steady())
     again.learner.guards.restore(KEY, trials, [])
-    assert again.learner.table(worker_of(again))[0].arm_for(4) == BASELINE
+    assert again.learner.table_in_use(worker_of(again))[0].arm_for(4) == BASELINE
 
 
 def test_shadow_serves_the_baseline_and_a_worker_without_one_what_is_learned():
@@ -90,7 +90,7 @@ def test_shadow_serves_the_baseline_and_a_worker_without_one_what_is_learned():
         parts = Parts(estimators=Steady())
         worker = worker_of(parts, policy, baseline)
         arms = serve(parts, worker, 1200)
-        assert parts.learner.table(worker)[0].arm_for(4) == served
+        assert parts.learner.table_in_use(worker)[0].arm_for(4) == served
         tried = sum(arm != served for arm in arms)
         assert bool(tried) == bool(baseline)
         assert tried <= 0.06 * len(arms)
@@ -103,7 +103,7 @@ def test_a_failing_comparison_ends_and_serving_continues(monkeypatch, fails):
     parts.learner.hold(KEY, [Hold(8, 16, Arm(2))], release=False)
     monkeypatch.setattr(Guard, fails, lambda *_, **__: 1 / 0)
     assert set(serve(parts, worker, 600)[-300:]) == {LEARNED}
-    assert parts.learner.table(worker)[0].arm_for(8) == Arm(2), "holds outlive it"
+    assert parts.learner.table_in_use(worker)[0].arm_for(8) == Arm(2), "holds outlive it"
     assert parts.totals.num_reports == 601
 
 
@@ -111,13 +111,13 @@ async def test_holds_are_used_kept_and_released():
     parts = Parts(estimators=Steady())
     worker = worker_of(parts)
     parts.learner.hold(KEY, [Hold(8, 16, Arm(2)), Hold(1, 2, None)], release=False)
-    table = parts.learner.table(worker)[0]
+    table = parts.learner.table_in_use(worker)[0]
     assert [table.arm_for(size) for size in (1, 4, 8)] == [BASELINE, LEARNED, Arm(2)]
     parts.journal.commit()
     (row,) = parts.store.last.holds
     assert holds_of(row) == [Hold(8, 16, Arm(2)), Hold(1, 2, None)]
     parts.learner.hold(KEY, [], release=True)
-    assert parts.learner.table(worker)[0].arm_for(8) == LEARNED
+    assert parts.learner.table_in_use(worker)[0].arm_for(8) == LEARNED
     with pytest.raises(ValueError, match="unknown"):
         holds_of(HoldsRow(1, '[[1, 2, "draft x"]]', 0.0))
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from speclen.controller.service.journal import PredictedTimes
 from speclen.controller.service.learner import MAX_SAMPLE_EVERY, PERIOD_S, PredictionError, Sampling
 from speclen.records import Arm, Choice, Limits, Profile, ProfileCell, StepFlag, StepRecord, Table
 from tests.support.control_fakes import report
@@ -86,9 +87,9 @@ def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
 
 def test_an_isolated_worker_has_a_table_of_its_own(parts):
     worker, other = parts.worker(), parts.worker("v")
-    assert parts.learner.table(worker)[0] is parts.learner.table(other)[0]
+    assert parts.learner.table_in_use(worker)[0] is parts.learner.table_in_use(other)[0]
     parts.estimators.isolated.add("v")
-    assert [parts.learner.table(each)[1].own for each in (worker, other)] == ["", "v"]
+    assert [parts.learner.table_in_use(each)[1].own for each in (worker, other)] == ["", "v"]
 
 
 def test_a_profile_makes_or_widens_its_context(parts):
@@ -96,7 +97,7 @@ def test_a_profile_makes_or_widens_its_context(parts):
     profile = Profile((ProfileCell(64, 6, 0.01),), (0.5,) * 3, (10,) * 3)
     assert parts.learner.import_profile(KEY, profile) == 1
     assert parts.registry.contexts[KEY].limits == parts.estimators[KEY].limits == Limits(64, 6)
-    assert parts.learner.table(worker)[0].arm_for(4) == Arm(6)
+    assert parts.learner.table_in_use(worker)[0].arm_for(4) == Arm(6)
     assert parts.learner.import_profile(ELSEWHERE, profile) == 2
 
 
@@ -130,8 +131,8 @@ def test_the_prediction_error_is_observed_over_predicted(histogram):
     """2 tokens per sequence, of all four or of the two that show theirs: 20 ms were predicted, and 22 observed."""
     error = PredictionError()
     error.add(TABLE, [step(4, 2, 0.022, *histogram), step(4, 2, 9.0, *histogram, flagged=True)])
-    [(sizes, sums)] = error.compared.items()
-    assert (sizes, sums.num_steps, sums.observed_s, sums.predicted_s) == ((3, 4), 1, 0.022, pytest.approx(0.020))
+    [(sizes, times)] = error.times.items()
+    assert (sizes, times) == ((3, 4), PredictedTimes(1, 2.0, 0.022, pytest.approx(0.020)))
     assert (error.elsewhere_s, error.regret_s) == (0.0, 0.0)
 
 
@@ -151,4 +152,4 @@ def test_regret_is_what_the_arm_in_use_would_have_saved():
 def test_steps_without_a_prediction_are_not_compared():
     error = PredictionError()
     error.add(Table(1, (Choice(1, 4, Arm(2)),)), [step(4, 2, 0.022, 1, 2, 1)])
-    assert (error.compared, error.elsewhere_s) == ({}, 0.0)
+    assert (error.times, error.elsewhere_s) == ({}, 0.0)

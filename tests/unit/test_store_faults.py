@@ -211,7 +211,7 @@ def test_a_wal_truncated_during_a_commit_is_noticed(store, monkeypatch):
     """Later commits lie behind the cut, so the file is no shorter than before."""
     assert store_now(store, moment(range(1, 2000))) is None
     wal = store.path.with_name("s.db-wal")
-    monkeypatch.setattr(transaction, "add_predictions", lambda *_: os.truncate(wal, wal.stat().st_size // 2))
+    monkeypatch.setattr(transaction, "_insert_profiles", lambda *_: os.truncate(wal, wal.stat().st_size // 2) or [])
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)
 

@@ -6,8 +6,8 @@ import time
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.retention import Retention
-from speclen.store.schema import Commit
-from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now, written
+from speclen.store.schema import Commit, PredictionRow
+from tests.support.store_rows import NOW, context, decision, moment, report, rows, store_now, written
 
 DAY = 86400.0
 
@@ -55,11 +55,11 @@ def test_old_reports_are_deleted_but_the_newest_stays(tmp_path):
 
 def test_minutes_of_prediction_error_expire(store, monkeypatch):
     monkeypatch.setattr(retention, "PREDICTION_DAYS", 2.0)
-    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
-    ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
-    store_now(store, moment([3], reports=ages))
-    minutes = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]
-    assert minutes == [(NOW - DAY) // 60 * 60, NOW // 60 * 60]
+    minutes = [int(NOW - days * DAY) // 60 * 60 for days in (3, 1, 0)]
+    predictions = [PredictionRow(1, minute, 1, 1, 1, 2.0, 0.01, 0.01) for minute in minutes]
+    store_now(store, moment([1], predictions=predictions))
+    kept = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]
+    assert kept == minutes[1:]
 
 
 def test_events_are_bounded_too(store, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from speclen.controller.wire.stored import record_of, row_of
 from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
 from speclen.store.schema import Commit, ReportRow, StateRow
-from speclen.store.transaction import BLOCKS, sums_by_arm
+from speclen.store.transaction import BLOCKS
 from tests.support.store_rows import context, estimate, moment, report, rows, store_now, worker
 
 
@@ -99,13 +99,6 @@ def test_estimates_of_old_ranges_are_deleted(store):
     )
     store_now(store, Commit(replaced_contexts=[1], arm_estimates=[estimate(2, batch_min=2, batch_max=4)]))
     assert rows(store.path, "SELECT context_id, batch_min FROM arm_estimates") == [(1, 2), (2, 3)]
-
-
-def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
-    """Two of four sequences report what they accepted: one token each, next to the bonus token."""
-    reports = [report(1, num_accepted_tokens=2, num_unobserved_sequences=2), report(2)]
-    [sums] = sums_by_arm(reports)
-    assert (sums["num_steps"], sums["sum_tokens"]) == (2, 2.0 + 2.0)
 
 
 counts = st.integers(0, 4096)

@@ -8,14 +8,13 @@ import pytest
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store
 from speclen.store.queries import view_rows
-from speclen.store.schema import Commit
+from speclen.store.schema import Commit, PredictionRow
 from tests.support.store_rows import (
     NOW,
     context,
     decision,
     estimate,
     moment,
-    report,
     rows,
     store_now,
     system_sqlite_rows,
@@ -67,24 +66,20 @@ def test_decision_history_is_newest_first_with_both_estimates(store):
     assert (oldest["previous_arm"], oldest["arm"], oldest["decision_version"]) == (None, "draft 2", 1)
 
 
-def test_prediction_error_compares_reports_with_the_estimates_that_came_before_them(store):
-    """Predicted 16 ms for 1.6 tokens; observed (12 + 20) ms for (1 + 4/4) + (1 + 2/4) tokens per sequence."""
-    store_now(store, Commit(contexts=[context()], workers=[worker()], arm_estimates=[estimate(2)]))
-    minute = NOW // 60 * 60
-    reports = [
-        report(1, latency_s=0.012, received_at=minute),
-        report(2, latency_s=0.020, accepted_histogram="[2,2,0]", num_accepted_tokens=2, received_at=minute + 59.9),
-        report(3, latency_s=3.0, flags="prefill", received_at=minute + 1),  # no usable sample
-        report(4, latency_s=3.0, batch_size=9, num_accepted_tokens=0, received_at=minute + 1),  # no estimate yet
-    ]
-    hindsight = estimate(2, step_s=0.5)  # of the same commit as the reports, so it is not a prediction
-    store_now(store, moment([4], reports=reports, arm_estimates=[hindsight]))
-    [row] = view(store, "prediction_error")
+def test_prediction_error_sums_the_commits_of_a_minute(store):
+    minute = int(NOW // 60 * 60)
+    first, second = (
+        PredictionRow(1, minute, 3, 4, 1, 2.0, 0.012, 0.020),
+        PredictionRow(1, minute, 3, 4, 1, 1.5, 0.020, 0.015),
+    )
+    store_now(store, Commit(contexts=[context()], predictions=[first]))
+    store_now(store, Commit(predictions=[second, second._replace(window_start=minute + 60)]))
+    row, later = view(store, "prediction_error")
     assert row["minute"] == time.strftime("%Y-%m-%d %H:%M", time.gmtime(minute))
-    assert (row["batch_bucket"], row["num_steps"]) == ("3-4", 2)
-    assert row["predicted_ms_per_token"] == pytest.approx(10.0)
+    assert (row["batch_bucket"], row["num_steps"], later["num_steps"]) == ("3-4", 2, 1)
+    assert row["predicted_ms_per_token"] == pytest.approx(35.0 / 3.5)
     assert row["observed_ms_per_token"] == pytest.approx(32.0 / 3.5)
-    assert row["error_percent"] == pytest.approx(100 * (10.0 / (32.0 / 3.5) - 1))
+    assert row["error_percent"] == pytest.approx(100 * (35.0 / 32.0 - 1))
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(0, "live"), (50, "live"), (100, "quiet"), (4000, "stale")])
@@ -103,7 +98,7 @@ VIEWS = ["learned_table", "current_choice", "choices", "decision_history", "pred
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
     store_now(store, moment([1], arm_estimates=[estimate(is_best=True)], decisions=[decision(1, 2)]))
-    store_now(store, moment([2], reports=[report(2)]))
+    store_now(store, moment([2], predictions=[PredictionRow(1, int(NOW // 60 * 60), 1, 4, 1, 2.0, 0.01, 0.01)]))
     here = rows(store.path, f"SELECT * FROM {name}")
     there = system_sqlite_rows(store.path, f"SELECT * FROM {name}")
     assert len(here) == len(there) == 1
