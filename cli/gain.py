@@ -34,7 +34,7 @@ def gain(
 ) -> None:
     """Show what learning earned: tokens per second over those of the baseline.
 
-    Trials run a block of steps on the other arms now and then, beside blocks of
+    Trials run a block of steps on the other arms now and then, between blocks of
     those in use. The figures are wall time, not estimates. The interval is 95%.
 
     Example: speclen gain --since 7d

@@ -32,9 +32,7 @@ class ControllerConfig(ServerSecurity):
     drain_timeout_s: float = setting(10.0, "Seconds that the last commit has after SIGTERM.", least=0)
     move_corrupt_aside: bool = setting(False, "Rename a damaged database and start with an empty one.")
     log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
-    embedded: bool = setting(
-        False, "Run in the background, and end once no program uses the database by its embedded controller."
-    )
+    embedded: bool = setting(False, "Run in the background, and exit once no program uses this controller.")
     run_id: str = setting("", "Name of the run that this belongs to: workers that expect another are refused.")
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ def published(database: Path, address: str) -> Iterator[None]:
 def serving(database: Path) -> Serving | None:
     """The controller that serves the database; None if there is none, or it does not publish its address."""
     try:
-        descriptor = os.open(beside(database, "controller"), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(sibling(database, "controller"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -132,14 +132,14 @@ def serving(database: Path) -> Serving | None:
         os.close(descriptor)
 
 
-def beside(database: Path, what: str) -> Path:
+def sibling(database: Path, what: str) -> Path:
     """Path of one of our files, next to the database file itself (symbolic links are followed)."""
     real = Path(os.path.realpath(database))
     return real.with_name(f"{real.name}.{what}")
 
 
 def open_beside(database: Path, what: str) -> int:
-    return os.open(beside(database, what), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return os.open(sibling(database, what), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def lock(descriptor: int, kind: int, patience_s: float = LOCK_PATIENCE_S) -> bool:
@@ -238,7 +238,7 @@ class EmbeddedController:
 
     async def _use(self, database: Path) -> None:
         """Keep the controller from ending. Waits if one is about to end."""
-        path = beside(database, "users")
+        path = sibling(database, "users")
         if self._users is not None and path.exists() and os.path.samestat(os.fstat(self._users), path.stat()):
             return
         self.close()  # the directory was deleted
@@ -272,7 +272,7 @@ class EmbeddedController:
                 self._spawn(database)
                 is_new = True
             elif time.monotonic() >= deadline:
-                raise OSError(f"the controller of {database} does not serve yet: see {beside(database, 'log')}")
+                raise OSError(f"the controller of {database} does not serve yet: see {sibling(database, 'log')}")
             await asyncio.sleep(LOOK_S)
 
     def _pause(self) -> float:
@@ -284,10 +284,10 @@ class EmbeddedController:
     def _spawn(self, database: Path) -> None:
         """Start a child. Raises OSError, or ValueError if the directory's path is too long for a socket."""
         try:
-            address = unix_address(beside(database, "socket"))
+            address = unix_address(sibling(database, "socket"))
         except ValueError as error:
             raise ValueError(f"{error}: name a shorter directory with {DATA_DIR}") from error
-        with beside(database, "log").open("ab") as words:
+        with sibling(database, "log").open("ab") as words:
             if words.tell() > MOST_LOG_BYTES:
                 words.truncate(0)
             self._log_begin = words.seek(0, os.SEEK_END)
@@ -308,7 +308,7 @@ class EmbeddedController:
         assert self._child is not None
         if (code := self._child.returncode) < 0:
             return f"it was sent a signal: {signal.strsignal(-code)}"
-        with contextlib.suppress(OSError), beside(database, "log").open("rb") as words:
+        with contextlib.suppress(OSError), sibling(database, "log").open("rb") as words:
             words.seek(self._log_begin)
             lines = words.read().decode(errors="replace").split("\n")
             if said := [line for line in lines if line.strip()]:

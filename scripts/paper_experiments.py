@@ -1,4 +1,4 @@
-"""Experiments that follow the paper's, and that `speclen profile run` cannot make; results go to docs/results.
+"""Experiments of docs/explanation/paper.md that `speclen profile run` cannot make; results go to docs/results.
 
     architectures  targets of other families with random weights: how step times grow, and what would be best
     quantised      int8 weights in the draft or in the target: does the best length move?

@@ -1,4 +1,4 @@
-"""Selection of arms in a worker: choosers, tables of arms, and the table of an offline profile.
+"""Selection of arms in a worker: choosers and tables of arms.
 
 An `ArmTable` is a tuple indexed by batch size. It is replaced as a whole, so a step reads it without a lock.
 """
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from speclen.records import PLAIN, Arm, Choice, Limits, StepRecord
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_ARM = Arm(2)  # without profile or controller: rarely the best arm, rarely far from it
 # Drafting is switched once this many more steps asked for the switch than against it. At 12, rollouts that shrank from 64 to

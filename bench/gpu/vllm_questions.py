@@ -43,7 +43,7 @@ STEPS_EACH = 5  # between two changes of the length
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineCase:
     """One engine. draft: a method of vLLM. speculative: further settings. measures: names of functions in this module."""
 
     name: str
@@ -57,16 +57,16 @@ class Row:
 ADAPTIVE = {"enable_adaptive_verification": True}
 QUESTIONS = {
     "draft-model": (
-        Row("vLLM alone", "draft_model", "v2", ("drafting",), plugin=False),
-        Row("plugin", "draft_model", "v2", ("drafting", "clock", "outputs")),
+        EngineCase("vLLM alone", "draft_model", "v2", ("drafting",), plugin=False),
+        EngineCase("plugin", "draft_model", "v2", ("drafting", "clock", "outputs")),
     ),
     "eagle3": (
-        Row("verification off", "eagle3", "v2", ("graphs",)),
-        Row("verification on", "eagle3", "v2", ("graphs",), plugin=False, speculative=ADAPTIVE),
-        Row("learned caps", "eagle3", "v2", ("graphs", "clock"), speculative=ADAPTIVE),
+        EngineCase("verification off", "eagle3", "v2", ("graphs",)),
+        EngineCase("verification on", "eagle3", "v2", ("graphs",), plugin=False, speculative=ADAPTIVE),
+        EngineCase("learned caps", "eagle3", "v2", ("graphs", "clock"), speculative=ADAPTIVE),
     ),
-    "v1": (Row("plugin", "draft_model", "v1", ("clock", "sampled")),),
-    "hybrid": (Row("lengths 3 and 0", "mtp", "default", ("outputs",)),),
+    "v1": (EngineCase("plugin", "draft_model", "v1", ("clock", "sampled")),),
+    "hybrid": (EngineCase("lengths 3 and 0", "mtp", "default", ("outputs",)),),
 }
 
 
@@ -140,7 +140,7 @@ def judge(answer: Answer, found: dict[str, dict[str, Any]], dry: bool) -> None:
 # In the process of one engine.
 
 
-def run_row(row: Row, models: Models, out: Path) -> None:
+def run_row(row: EngineCase, models: Models, out: Path) -> None:
     """Write the engine's measurements, after each one."""
     facts: dict[str, Any] = {"row": asdict(row)}
 
@@ -175,7 +175,7 @@ def run_row(row: Row, models: Models, out: Path) -> None:
             write()
 
 
-def why_not(row: Row, models: Models) -> str:
+def why_not(row: EngineCase, models: Models) -> str:
     """Reason why an engine cannot run here; "" if it can."""
     from vllm.config import SpeculativeConfig
 
@@ -198,7 +198,7 @@ class Sentences(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def engine_of(row: Row, models: Models, folder: Path) -> Any:
+def engine_of(row: EngineCase, models: Models, folder: Path) -> Any:
     """The engine of a row, with all of the device's memory for keys and values."""
     longest = models.lengths[-1]
     speculative: dict[str, Any] = {"method": row.draft, **row.speculative}
@@ -283,7 +283,9 @@ class Measured(Loop):
         self.num_steps, self.num_first, self.num_tokens = (200, 10, 48) if models.device == "cuda" else (4, 1, 8)
 
     def steady(self, num_rows: int, num_steps: int, before: Callable[[int], None] = lambda step: None) -> float:
-        """Seconds of steps of num_rows requests, after a few; they are aborted. before: called with each step's number."""
+        """Seconds that num_steps steps of num_rows requests take, after some that are not measured.
+
+        before: called with each step's number."""
         names = [self.add(prompt_of(number), CONTEXT_TOKENS - 200) for number in range(num_rows)]
         for _ in range(self.num_first):
             self.engine.step()

@@ -51,9 +51,9 @@ class Plan:
     track: str = setting("mixed", f"{', '.join(TRACKS)}.")
     compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
     minutes: float = setting(
-        15.0, "Time for the rounds, which end before it once all ratios are known within 3%.", least=0.05
+        15.0, "Most minutes of rounds; they end sooner once all ratios are known to within 3%.", least=0.05
     )
-    repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
+    repeats: int = setting(0, "Most rounds, after one that is not counted; 0: as many as there is time for.", least=0)
     learn_s: float = setting(120.0, "Seconds of the track that each learning policy serves beforehand.", least=0)
     block_s: float | None = setting(
         None, "Seconds of a block, in closed loops roughly: scales its requests; default: the track's own."

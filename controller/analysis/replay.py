@@ -44,7 +44,7 @@ Event = ContextAdded | ProfileImported | GroupObserved
 
 @dataclass(slots=True)
 class Replay:
-    """The estimators after the events. decisions: each after the id of the last group learned from; 0: none.
+    """The estimators after the events. decisions: pairs of the last group's id (0: none yet) and the decision.
 
     After a crash that group may be missing from the events, if it was of another context.
     """

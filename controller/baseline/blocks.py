@@ -1,4 +1,4 @@
-"""Trials in the reports of one worker: a block of steps on another arm, and the blocks beside it.
+"""Trials in the reports of one worker: a block of steps on another arm, and the blocks before and after it.
 
 Times are the sums of whole blocks by the wall clock, so a clock that is late by a step changes nothing. The arm before and
 after a trial is the one in use there; drift of the machine cancels, since the trial stands in the middle, and short blocks
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from speclen.records import PLAIN, Arm, StepFlag, StepRecord
 
-BLOCK_STEPS = 8  # that count, of a trial and of each block beside it
+BLOCK_STEPS = 8  # that count, of a trial and of each neighbouring block
 LEAST_STEPS = 5  # that must count on each side
 LONGEST_PAUSE = 64  # steps after which a trial ends with what it has: steps with prefill do not count
 # Steps of another kind than decoding, or with another arm; all others count, since a block's sum is of its wall time.
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
     @property
     def in_use(self) -> Arm:
-        """The arm beside the trial."""
+        """The arm of the neighbouring blocks."""
         return self.baseline if self.uses_baseline else self.learned
 
     @property
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A finished trial. log_time: of its step time over that beside it; None if too few steps count.
+    """A finished trial. log_time: of its step time over that of the neighbouring blocks; None if too few steps count.
 
     seconds: of the trial at the mean of its counted steps. extra_s: what the others took longer: those after both changes
     of arm, or all of a trial with too few. steps: all of the trial, for their accepted tokens.

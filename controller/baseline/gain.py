@@ -1,7 +1,7 @@
 """The gain of learned arms over the baseline, from trials, with an interval.
 
-A trial is a block of steps on one arm beside the blocks of another before and after it. Its time ratio is what the wall
-clock said. The ratio of accepted tokens is that of sums over the steps since the trial before.
+A trial is a block of steps on one arm between blocks of another arm. Its time ratio is what the wall clock said. The ratio
+of accepted tokens is that of sums over the steps since the trial before.
 """
 
 from __future__ import annotations

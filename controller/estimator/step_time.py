@@ -146,7 +146,7 @@ class Evidence:
     def gain(self, most: float) -> float:
         """Weight of the newest step in the mean that a step is compared with: that of the steady Kalman filter.
 
-        The level is a random walk of variance q a step, beside noise of variance r. The squared mean distance of two
+        The level is a random walk of variance q a step, plus noise of variance r. The squared mean distance of two
         steps of a cell, L steps apart, is proportional to r + q L / 2, and K^2 / (1 - K) = q / r.
         """
         if self.distances[1].min() < FAR:

@@ -45,10 +45,8 @@ MOST_PAIRED = 8  # sequences of a class in a step: in larger batches, deviations
 MOST_SPREAD = 0.5  # standard deviation of log tokens per step among requests; more is a change of the text
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
-SUMS = ("requests", "positions", "pairs", "own", "alone", "tokens", "arms", "logs")  # fields of `TokenEvidence`
-DRAFTS, OWN, ALONE, WHOLE = range(
-    4
-)  # sources: histograms, steps with n-grams, outputs for n-grams alone, for every arm
+# Sources of evidence: histograms of drafts, steps with n-grams, outputs evaluated for n-grams alone, and for every arm.
+DRAFT_STEPS, NGRAM_STEPS, NGRAM_OUTPUTS, ALL_ARM_OUTPUTS = range(4)
 
 
 @dataclass(eq=False)
@@ -57,19 +55,19 @@ class TokenEvidence:
 
     requests: by source, [2, classes, 4]. positions: sequences that reached a draft position, that passed it, and that
     drafted up to it, [2, classes, 3, positions]. pairs: of successive steps with drafts, the product of the relative
-    deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a spread of 1,
-    [2, classes, 4]. own: steps of sequences with n-grams, tokens gained, all their tokens, and those expected,
-    [2, classes, 4]. alone: tokens of evaluated outputs, and with n-grams alone their steps and verified tokens,
-    [2, classes, 3]. tokens: of outputs evaluated for every arm, [2, classes]; arms: their steps, steps that drafted and
-    verified tokens, [2, classes, 3, 2, lengths]. logs: log tokens per step of ALONE and WHOLE outputs, and its square,
-    [2, classes, 2, 2].
+    deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a spread of 1, [2,
+    classes, 4]. ngram_steps: steps of sequences with n-grams, tokens gained, all their tokens, and those expected, [2,
+    classes, 4]. ngram_outputs: tokens of evaluated outputs, and with n-grams alone their steps and verified tokens, [2,
+    classes, 3]. tokens: of outputs evaluated for every arm, [2, classes]; arms: their steps, steps that drafted and
+    verified tokens, [2, classes, 3, 2, lengths]. logs: log tokens per step of the outputs of both evaluated sources,
+    and its square, [2, classes, 2, 2].
     """
 
     requests: Array
     positions: Array
     pairs: Array
-    own: Array
-    alone: Array
+    ngram_steps: Array
+    ngram_outputs: Array
     tokens: Array
     arms: Array
     logs: Array
@@ -83,11 +81,11 @@ class TokenEvidence:
     @classmethod
     def sum_of(cls, evidence: Sequence[TokenEvidence]) -> TokenEvidence:
         """The evidence of some workers together."""
-        return cls(*(sum(getattr(each, name) for each in evidence) for name in SUMS))
+        return cls(*(sum(getattr(each, name) for each in evidence) for name in cls.__annotations__))
 
     def absorb(self, other: TokenEvidence) -> None:
         """Add the evidence of another worker. If it has shorter lengths, its longest one stands for all longer ones."""
-        for name in SUMS:
+        for name in vars(self):
             mine, its = getattr(self, name), getattr(other, name)
             more = mine.shape[-1] - its.shape[-1]
             if more and name in ("positions", "arms"):
@@ -129,7 +127,9 @@ class TokenEvidence:
             rows = counts[key]
             if not rows:
                 continue
-            self._fade_steps(OWN if ngram else DRAFTS, kind, num_steps[key], rows, rows * per_row, settings)
+            self._fade_steps(
+                NGRAM_STEPS if ngram else DRAFT_STEPS, kind, num_steps[key], rows, rows * per_row, settings
+            )
             if ngram:
                 self._add_own(kind, length, histogram, ratios)
             else:
@@ -156,10 +156,10 @@ class TokenEvidence:
         self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
 
     def _keep(self, source: int, kind: int, memory: int, kept: float, requests: float) -> None:
-        (self.positions, self.own, self.alone, self.arms)[source][memory, kind] *= kept
-        if source >= ALONE:
-            self.logs[memory, kind, source - ALONE] *= kept
-        if source == WHOLE:
+        (self.positions, self.ngram_steps, self.ngram_outputs, self.arms)[source][memory, kind] *= kept
+        if source >= NGRAM_OUTPUTS:
+            self.logs[memory, kind, source - NGRAM_OUTPUTS] *= kept
+        if source == ALL_ARM_OUTPUTS:
             self.tokens[memory, kind] *= kept
         self.requests[memory, kind, source] = self.requests[memory, kind, source] * kept + requests
 
@@ -169,19 +169,19 @@ class TokenEvidence:
         rows, tokens = sum(histogram), sum(at * number for at, number in enumerate(histogram, 1))
         gained = tokens - rows * float(ratios.expected[kind, 1, length] - slope * ratios.gain[kind])
         expected = rows * float(ratios.expected[kind, 1, length])
-        self.own[:, kind] += rows * slope**2, slope * gained, tokens, expected
+        self.ngram_steps[:, kind] += rows * slope**2, slope * gained, tokens, expected
 
     def _add_output(self, output: OutputEvaluation, settings: EstimatorSettings) -> None:
         kind, whole = output.request_class, output.num_output_tokens / output.num_tokens
         values, has_ngrams = _by_arm(output)
         if has_ngrams:
-            self._fade(ALONE, kind, 1.0, settings)
-            self.alone[:, kind] += (output.num_output_tokens, *(whole * values[::2, 1, 0]))
+            self._fade(NGRAM_OUTPUTS, kind, 1.0, settings)
+            self.ngram_outputs[:, kind] += (output.num_output_tokens, *(whole * values[::2, 1, 0]))
             log_speed = float(np.log(output.num_tokens / values[0, 1, 0]))
             self.logs[:, kind, 0] += log_speed, log_speed**2
         if values.shape[2] < min(self.arms.shape[-1], 2):
             return  # not evaluated for draft lengths
-        self._fade(WHOLE, kind, 1.0, settings)
+        self._fade(ALL_ARM_OUTPUTS, kind, 1.0, settings)
         values = values[:, :, np.minimum(np.arange(self.arms.shape[-1]), values.shape[2] - 1)]
         self.arms[:, kind] += whole * values
         self.tokens[:, kind] += output.num_output_tokens
@@ -195,7 +195,9 @@ class TokenEvidence:
             return []
         speed, variance = self._log_speed(settings), self._variance(settings)
         number = short.copy()
-        number[:, ALONE:] *= 1.0 + short[:, ALONE:] / settings.short_memory  # of a mean with exponential weights
+        number[:, NGRAM_OUTPUTS:] *= (
+            1.0 + short[:, NGRAM_OUTPUTS:] / settings.short_memory
+        )  # of a mean with exponential weights
         number[(short < LEAST_REQUESTS[0]) | (long < LEAST_REQUESTS[1])] = 0.0
         # Each class relative to its own past, and all classes together, since most changes concern all of them.
         weighted, spread2 = number * (speed[1] - speed[0]), variance * (number + number**2 / np.maximum(long, 1e-9))
@@ -206,7 +208,7 @@ class TokenEvidence:
 
     def forget(self, kind: int, settings: EstimatorSettings) -> None:
         """Replace a class's long memory by a part of the short one: the rest describes the text before the change."""
-        for name in SUMS:
+        for name in vars(self):
             values = getattr(self, name)
             values[:, kind] = settings.kept * values[1, kind]
 
@@ -215,19 +217,19 @@ class TokenEvidence:
         reached, passed, _ = np.moveaxis(self.positions[..., :COMPARED_LENGTH], 2, 0)
         long = (passed[0] + s.prior_tokens * s.first_accepted) / (reached[0] + s.prior_tokens)
         accepted = (passed + s.prior_tokens * long) / (reached + s.prior_tokens)
-        tokens, expected = np.moveaxis(self.own[..., 2:], -1, 0)
+        tokens, expected = np.moveaxis(self.ngram_steps[..., 2:], -1, 0)
         drafted = self.arms[:, :, 0, 0].min(axis=-1)
         found = [
             np.log(1.0 + np.cumprod(accepted, axis=-1).sum(axis=-1)),
             np.log(np.maximum(tokens, 1.0) / np.maximum(expected, 1.0)),
-            np.log(np.maximum(self.alone[..., 0], 1.0) / np.maximum(self.alone[..., 1], 1.0)),
+            np.log(np.maximum(self.ngram_outputs[..., 0], 1.0) / np.maximum(self.ngram_outputs[..., 1], 1.0)),
             np.log(np.maximum(self.tokens, 1.0) / np.maximum(drafted, 1.0)),
         ]
         return np.stack(found, axis=-1)
 
     def _variance(self, settings: EstimatorSettings) -> np.ndarray:
         """Variance of log tokens per step among requests, by source, [classes, 4]. Outputs measure it; it has a floor."""
-        number = self.requests[0, :, ALONE:] + 1e-9
+        number = self.requests[0, :, NGRAM_OUTPUTS:] + 1e-9
         total, squares = np.moveaxis(self.logs[0], -1, 0)
         spread = np.maximum(squares - total**2 / number, 0.0)
         least = settings.request_sd**2
@@ -250,8 +252,8 @@ class Ratios:
 
     accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
     classes together, [positions]. expected: tokens per step, at least 1, [classes, 2, lengths]; drafted: share of steps
-    that draft; verified: tokens per step; the same shape. gain: tokens per step that n-grams alone gain, [classes];
-    slope: share of that gain left beside the draft model, [lengths]. num_ngram: requests that measured it. steepness: see
+    that draft; verified: tokens per step; the same shape. gain: tokens per step that n-grams alone gain, [classes]; slope:
+    share of that gain that remains with the draft model, [lengths]. num_ngram: requests that measured it. steepness: see
     `_steepness`.
     """
 
@@ -298,12 +300,12 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
     tokens, lengths = total.tokens[0], np.arange(sums.shape[1])
     steps, drafted, verified = total.arms[0].transpose(1, 0, 2, 3)
     expected = 1.0 / _shrunk(steps[:, 0], tokens, 1.0 / sums, s.prior_tokens)
-    # The gain of n-grams alone, and the share of it that is left beside the draft model.
+    # The gain of n-grams alone, and the share of it that remains with the draft model.
     whole = (tokens.sum() + s.prior_tokens) / (steps.sum(axis=0) + s.prior_tokens)
     usual = np.maximum((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0)
     slope = np.clip((whole[1] - whole[0] + 0.2 * usual) / (max(whole[1, 0] - 1.0, 0.0) + 0.2), 0.0, 1.0)
     slope[0] = 1.0
-    own, alone = total.own[0], total.alone[0]
+    own, alone = total.ngram_steps[0], total.ngram_outputs[0]
     num_steps, gained = own[:, 0] + alone[:, 1], own[:, 1] + alone[:, 0] - alone[:, 1]
     usual_gain = gained.sum() / (num_steps.sum() + s.prior_tokens)
     gain = (gained + s.prior_tokens * usual_gain) / (num_steps + s.prior_tokens)
@@ -326,7 +328,7 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
         np.broadcast_to(per_step, both.shape).copy(),
         gain,
         slope,
-        float(total.requests[0, :, OWN : ALONE + 1].sum()),
+        float(total.requests[0, :, NGRAM_STEPS : NGRAM_OUTPUTS + 1].sum()),
         steepness,
     )
 

@@ -13,7 +13,15 @@ import numpy as np
 from speclen.controller.estimator.grid import Array, Cells, shares
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import COLD, Believed, Evidence, solve
-from speclen.controller.estimator.tokens import ALONE, COMPARED_LENGTH, DRAFTS, OWN, WHOLE, TokenEvidence, ratios_of
+from speclen.controller.estimator.tokens import (
+    ALL_ARM_OUTPUTS,
+    COMPARED_LENGTH,
+    DRAFT_STEPS,
+    NGRAM_OUTPUTS,
+    NGRAM_STEPS,
+    TokenEvidence,
+    ratios_of,
+)
 from speclen.records import StepRecord
 
 MOST_TRACKED = 16  # workers compared with each other; evidence of further workers is pooled
@@ -63,8 +71,8 @@ class Worker:
         self.precision = np.diag(self.times.information).copy()
         ratios = ratios_of(self.tokens, unseen, settings.prior_tokens, settings)
         length = min(COMPARED_LENGTH, ratios.expected.shape[2] - 1)
-        drafted, whole = self.tokens.requests[0][:, [DRAFTS, WHOLE]].T
-        matched, alone = self.tokens.requests[0][:, [OWN, ALONE]].T
+        drafted, whole = self.tokens.requests[0][:, [DRAFT_STEPS, ALL_ARM_OUTPUTS]].T
+        matched, alone = self.tokens.requests[0][:, [NGRAM_STEPS, NGRAM_OUTPUTS]].T
         requests = np.concatenate([drafted + whole, matched + alone])
         speed = np.concatenate([ratios.expected[:, 0, length], ratios.expected[:, 1, 0]])
         self.speed = np.stack([np.log(speed), settings.request_sd**2 / np.maximum(requests, 1e-3)])

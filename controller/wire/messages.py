@@ -1,4 +1,4 @@
-"""Messages as values, validated, and values as messages. `ingest` reads the reports of steps.
+"""Converts messages to validated values, and values to messages. `ingest` reads the reports of steps.
 
 NaN and infinities survive protobuf. One absurd number could spoil an estimate for hours, so everything that workers and
 operators send is validated here, once.

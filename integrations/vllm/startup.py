@@ -75,7 +75,8 @@ def prepared(create: Create, arguments: Any, config: Any, table: Any) -> Any:
 def start_controller(data_dir: str | None) -> Any:
     """Start the embedded controller while vLLM loads its models: a short run has few steps to learn from.
 
-    Returns the process that keeps it until the scheduler joins, which lives as long as the value: here, as this process.
+    Returns a handle of the process that keeps the controller alive until the scheduler joins. That process lives as long as
+    the handle, which the cache keeps as long as this process.
     data_dir: directory of the embedded controller, which is started once for each.
     """
     from speclen.process.embedded import start_early
@@ -127,7 +128,7 @@ def can_extend(config: Any) -> bool:
 def lookup_to_capture(lookup: Sequence[int], learned: Mapping[int, int], longest: int) -> list[int]:
     """Lengths by batch size with every length to capture, at a size that uses it if possible. lookup: the user's."""
     used = [min(learned.get(size, length), longest) for size, length in enumerate(lookup)]
-    near = {length + step for length in used[1:] for step in (-1, 1)}
+    near = {length + offset for length in used[1:] for offset in (-1, 1)}
     return with_lengths(used, set(lookup[1:]) | {length for length in near if 0 <= length <= longest}, lookup)
 
 

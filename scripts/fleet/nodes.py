@@ -38,7 +38,7 @@ def node_of(process_id: int, nodes: list[Any]) -> Any:
 
 
 def seconds_until(look: Callable[[], Any], limit_s: float) -> float | None:
-    """Seconds until it holds; None where it does not come to that. A call that fails is a no."""
+    """Seconds until look() is true; None if it is not within limit_s. A failed gRPC call counts as false."""
     began = time.monotonic()
     while (taken_s := time.monotonic() - began) < limit_s:
         with contextlib.suppress(grpc.RpcError):
@@ -58,7 +58,7 @@ class Up:
     http: str = "127.0.0.1:8100"
 
     def start(self, workers: int, max_workers: int, rows: int) -> str:
-        """The command, once it serves. Raises RuntimeError with the last words where it does not."""
+        """Start it, and return its command line once it serves. Raises RuntimeError with the end of its log otherwise."""
         options = ["--workers", str(workers), "--max-workers", str(max_workers), "--max-batch-size", str(rows)]
         where = ["--listen", self.address, "--http-listen", self.http, "--data-dir", str(self.folder)]
         command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", self.ray_address, *options, *where]

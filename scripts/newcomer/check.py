@@ -25,9 +25,9 @@ def install(terminal: Terminal) -> None:
     folder = terminal.folder
     subprocess.run(["git", "checkout-index", "-a", f"--prefix={folder}/checkout/"], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    terminal.type(f"pip wheel -q --no-deps --wheel-dir {folder}/dist {folder}/checkout", 0, timeout_s=1500)
-    terminal.type(f'pip install -q "$(echo {folder}/dist/speclen-*.whl)[openvino]"', 0, timeout_s=1500)
-    terminal.type('python -c "import torch, speclen; print(torch.__version__, speclen.__path__[0])"', 0)
+    terminal.type(f"pip wheel -q --no-deps --wheel-dir {folder}/dist {folder}/checkout", columns=0, timeout_s=1500)
+    terminal.type(f'pip install -q "$(echo {folder}/dist/speclen-*.whl)[openvino]"', columns=0, timeout_s=1500)
+    terminal.type('python -c "import torch, speclen; print(torch.__version__, speclen.__path__[0])"', columns=0)
     if terminal.faults:
         raise SystemExit("newcomer_check: the wheel cannot be installed")
 

@@ -29,7 +29,7 @@ VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to run a program. kind: none, adaptive, draft or lookup. environment: folder of its Python, or the project's."""
+    """A way to run a program. kind: none, adaptive, draft or lookup. environment: folder of its Python, "" without one."""
 
     program: str
     environment: str

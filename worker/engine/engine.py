@@ -106,7 +106,7 @@ class Engine:
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queue all sequences of a request. Raises the errors of `check`, `sequences` and `take`."""
         self.check(request)
-        self.take(list(self.sequences(request, on_output)))
+        self.enqueue(list(self.sequences(request, on_output)))
 
     def sequences(self, request: GenerationRequest, on_output: OnOutput) -> Iterator[SequenceState]:
         """Make the sequences of a checked request one by one. Raises ValueError if one can never fit in the KV cache.
@@ -131,7 +131,7 @@ class Engine:
             self.scheduler.check_fits(sequence)
             yield sequence
 
-    def take(self, sequences: Sequence[SequenceState]) -> None:
+    def enqueue(self, sequences: Sequence[SequenceState]) -> None:
         """Queue sequences of one request for slots, first come first served.
 
         Raises DrainingError, EngineFailedError, or ValueError if the request id is in use.

@@ -140,7 +140,7 @@ class OutputRelay:
             stream.put(output)
 
 
-class Run:
+class ActiveRequest:
     """A request from the queue to its end. leave: frees a place in the queue, given the time of its entry."""
 
     def __init__(
@@ -154,34 +154,34 @@ class Run:
         self.stream = stream
         self.timeline = timeline
         self.ended = asyncio.Event()
-        self.num_outside = request.sampling.n  # sequences that are not admitted yet: the last ones
-        self._inside: dict[int, float] = {}  # by index, times of entry of the running ones
+        self.num_unadmitted = request.sampling.n  # sequences that are not admitted yet: the last ones
+        self._admitted: dict[int, float] = {}  # by index, times of entry of the running ones
         self._leave = leave
 
     def enter(self, entered_at: float) -> None:
         """Note that the next sequence is admitted."""
-        self._inside[self.request.sampling.n - self.num_outside] = entered_at
-        self.num_outside -= 1
+        self._admitted[self.request.sampling.n - self.num_unadmitted] = entered_at
+        self.num_unadmitted -= 1
 
     def saw(self, output: SequenceOutput) -> None:
         """Note an output of the request. Called with every one, in order, even if the client does not read."""
         self.timeline.saw(output)
         if output.finish_reason is None:
             return
-        if output.index in self._inside:
-            self._leave(self._inside.pop(output.index))
-        if not self._inside and not self.num_outside:
+        if output.index in self._admitted:
+            self._leave(self._admitted.pop(output.index))
+        if not self._admitted and not self.num_unadmitted:
             self.ended.set()
 
     def leave(self) -> None:
         """Free the remaining places."""
-        while self._inside:
-            self._leave(self._inside.popitem()[1])
+        while self._admitted:
+            self._leave(self._admitted.popitem()[1])
 
-    def abort_outside(self) -> bool:
+    def abort_unadmitted(self) -> bool:
         """Abort the sequences that are not admitted yet. Returns True if there were any."""
-        num_outside, self.num_outside = self.num_outside, 0
-        for index in range(self.request.sampling.n - num_outside, self.request.sampling.n):
+        num_unadmitted, self.num_unadmitted = self.num_unadmitted, 0
+        for index in range(self.request.sampling.n - num_unadmitted, self.request.sampling.n):
             self.stream.put(
                 SequenceOutput(
                     *(self.request.request_id, index, (), ""),
@@ -190,7 +190,7 @@ class Run:
                     made_at=time.monotonic(),
                 )
             )
-        return num_outside > 0
+        return num_unadmitted > 0
 
 
 class AsyncEngine:
@@ -210,7 +210,7 @@ class AsyncEngine:
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._open: dict[str, OutputStream] = {}  # by id of the call
-        self._runs: dict[str, Run] = {}  # by id of the request
+        self._runs: dict[str, ActiveRequest] = {}  # by id of the request
         self._refusal: Exception | None = None  # of all new requests
         self._engine_ends = False  # requests do not wait for its last step
 
@@ -250,7 +250,7 @@ class AsyncEngine:
         A request whose text is being encoded, or whose grammar is being compiled, ends when that is done.
         """
         if request_id in self._runs:
-            return self.engine.abort(request_id) | self._runs[request_id].abort_outside()
+            return self.engine.abort(request_id) | self._runs[request_id].abort_unadmitted()
         being_made = self._open.get(request_id)
         if being_made is None or being_made.begun:
             return False
@@ -298,7 +298,9 @@ class AsyncEngine:
         for one in requests:
             self.engine.check(one)
         leave, timeline = self.admission.fair_queue.leave, self.metrics.timeline
-        runs = {one.request_id: Run(one, stream, timeline(one.sampling.n, arrived_at), leave) for one in requests}
+        runs = {
+            one.request_id: ActiveRequest(one, stream, timeline(one.sampling.n, arrived_at), leave) for one in requests
+        }
         stream.on_output = lambda output: runs[output.request_id].saw(output)
         tasks = [asyncio.create_task(self._run(run, caller, patience_s)) for run in runs.values()]
         try:
@@ -313,12 +315,12 @@ class AsyncEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, run: Run, caller: str, patience_s: float) -> None:
+    async def _run(self, run: ActiveRequest, caller: str, patience_s: float) -> None:
         """Run a request to its end. An error becomes the stream's failure."""
         run.stream.begun = True
         try:
             if run.stream.aborted:
-                run.abort_outside()
+                run.abort_unadmitted()
             else:
                 await self._serve(run, caller, patience_s)
         except Exception as error:
@@ -326,7 +328,7 @@ class AsyncEngine:
         finally:
             run.timeline.abandon()
 
-    async def _serve(self, run: Run, caller: str, patience_s: float) -> None:
+    async def _serve(self, run: ActiveRequest, caller: str, patience_s: float) -> None:
         """Admit the sequences one after another, and wait until all have ended or the request is aborted."""
         request_id, fair_queue = run.request.request_id, self.admission.fair_queue
         if request_id in self._runs:  # over HTTP the worker chooses request ids
@@ -335,11 +337,11 @@ class AsyncEngine:
         try:
             for sequence in self.engine.sequences(run.request, functools.partial(self._relay.put, run.stream)):
                 entered_at = await fair_queue.enter(caller, patience_s, begun=sequence.index > 0)
-                if not run.num_outside:  # it was aborted
+                if not run.num_unadmitted:  # it was aborted
                     fair_queue.leave(entered_at)
                     break
                 run.enter(entered_at)
-                self.engine.take([sequence])
+                self.engine.enqueue([sequence])
             await run.ended.wait()
         finally:
             try:
@@ -350,7 +352,9 @@ class AsyncEngine:
                 run.leave()
                 del self._runs[request_id]
 
-    async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
+    async def _outputs(
+        self, stream: OutputStream, runs: dict[str, ActiveRequest]
+    ) -> AsyncIterator[Sequence[SequenceOutput]]:
         while stream.waiting or not all(run.ended.is_set() for run in runs.values()):
             outputs = await stream.next()
             if not outputs:

@@ -26,7 +26,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.worker.frontend.async_engine import AsyncEngine, OutputStream
 from speclen.worker.frontend.grammars import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.conversions import to_table
+from speclen.worker.reporting.conversions import table_message
 from speclen.worker.requests.request import (
     GenerationRequest,
     RefusedError,
@@ -275,7 +275,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             worker=card.identity(),
             policy=card.policy,
             table_source=table.source,
-            table=to_table(table.version, table.choices),
+            table=table_message(table.version, table.choices),
             limits=card.limits_message(),
             num_requests_running=load.num_running,
             num_requests_waiting=load.num_waiting + self._async_engine.admission.num_waiting,

@@ -75,7 +75,7 @@ class JobResponse(Response):
                         answer.add(group)
                 response = await asyncio.to_thread(whole, answer) if answer.is_large else whole(answer)
             except Exception as error:
-                response = error_response(self._answer_to(error))
+                response = error_response(self._api_error_of(error))
             await send_whole(send, response)
 
     async def _stream(self, send: Send) -> None:
@@ -90,31 +90,31 @@ class JobResponse(Response):
                         await self._send(send, stream, answer.chunks(group), STILL_HERE if not group else b"")
                 await self._send(send, stream, answer.end())
         except Exception as error:
-            answered = self._answer_to(error)
+            api_error = self._api_error_of(error)
             if not begun:
-                await send_whole(send, error_response(answered))
+                await send_whole(send, error_response(api_error))
                 return
-            await send_events(send, [answered.body()])
+            await send_events(send, [api_error.body()])
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send(self, send: Send, stream: OutputStream, objects: Iterable[Any], comment: bytes = b"") -> None:
         async with self._engine.reading(stream):
             await send_events(send, objects, comment)
 
-    def _answer_to(self, error: Exception) -> ApiError:
-        answered = refusal(error, type(self._body).model_fields, self._engine, self._caller)
-        if answered.code == INTERNAL:
+    def _api_error_of(self, error: Exception) -> ApiError:
+        api_error = refusal(error, type(self._body).model_fields, self._engine, self._caller)
+        if api_error.code == INTERNAL:
             log.error("a request over HTTP failed", exc_info=error)
-        return answered
+        return api_error
 
 
 def refusal(error: Exception, fields: Container[str], engine: AsyncEngine, caller: str) -> ApiError:
     """Count the error of a request, and turn it into an error answer. fields: as in `from_exception`."""
     engine.metrics.refuse(error)
-    answered = from_exception(error, fields)
-    if answered.status == QUEUE_FULL:
-        answered.retry_after_s = engine.admission.expected_wait_s(caller)
-    return answered
+    api_error = from_exception(error, fields)
+    if api_error.status == QUEUE_FULL:
+        api_error.retry_after_s = engine.admission.expected_wait_s(caller)
+    return api_error
 
 
 async def send_events(send: Send, objects: Iterable[Any], comment: bytes = b"") -> None:

@@ -23,7 +23,7 @@ from speclen.records import Probe, StepRecord
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.arms import ArmChoice, ArmTable, SteadyDrafts
 from speclen.worker.reporting.control_stream import ControlSettings, ControlStream
-from speclen.worker.reporting.conversions import WorkerCard, probe_of, table_of
+from speclen.worker.reporting.conversions import WorkerCard, read_probe, read_table
 
 log = structlog.get_logger()
 
@@ -216,7 +216,7 @@ class ControlClient:
         """Use the controller's table from now on, unless the policy keeps its own."""
         if not self.follow or not message.choices:
             return
-        table, before = table_of(message), self.table
+        table, before = read_table(message), self.table
         try:
             self.table = ArmTable.of(table.choices, self.card.limits, "controller", table.version)
         except ValueError as error:
@@ -239,7 +239,7 @@ class ControlClient:
         """Queue those probes that this worker can run."""
         now, limits = self.clock(), self.card.limits
         for message in messages if self.follow else ():
-            probe = probe_of(message)
+            probe = read_probe(message)
             if probe.arm == probe.arm.within(limits):
                 prefills = MAX_PREFILLS * probe.is_trial
                 self._incoming.append(PendingProbe(probe, now + message.valid_for_s, probe.num_steps, prefills))

@@ -74,7 +74,7 @@ def _flat(record: StepRecord | Choice) -> dict[str, Any]:
     return values | values.pop("arm")._asdict()
 
 
-def to_table(version: int, choices: tuple[Choice, ...]) -> pb.Table:
+def table_message(version: int, choices: tuple[Choice, ...]) -> pb.Table:
     """A table of arms as a message."""
     return pb.Table(decision_version=version, choices=to_choices(choices))
 
@@ -84,13 +84,13 @@ def to_choices(choices: Iterable[Choice]) -> list[pb.Choice]:
     return [pb.Choice(**_flat(choice)) for choice in choices]
 
 
-def table_of(message: pb.Table) -> Table:
+def read_table(message: pb.Table) -> Table:
     """The table of arms in a message of the controller."""
     choices = (Choice(one.batch_min, one.batch_max, Arm(one.speculation_length, one.ngram)) for one in message.choices)
     return Table(message.decision_version, tuple(choices))
 
 
-def probe_of(message: pb.Probe) -> Probe:
+def read_probe(message: pb.Probe) -> Probe:
     """The probe in a message of the controller."""
     arm = Arm(message.speculation_length, message.ngram)
     num_steps = max(1, message.num_steps)

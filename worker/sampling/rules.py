@@ -107,10 +107,10 @@ class BatchSampling:
         self.top_p = column([row.top_p for row in rows]) if any(row.top_p < 1 for row in rows) else None
         self.min_p = column([row.min_p for row in rows]) if any(row.min_p > 0 for row in rows) else None
         self.keys = column([row.key or 0 for row in rows], np.int64)
-        # A row is greedy, seeded or drawn, and each kind has its own rule. Greedy rows need no noise.
+        # A row is greedy, seeded or unseeded, and each kind has its own rule. Greedy rows need no noise.
         self.seeded = group(lambda row: row.temperature > 0 and row.key is not None)
-        self.drawn = group(lambda row: row.temperature > 0 and row.key is None)
-        self.all_greedy, self.all_drawn = all(row.temperature == 0 for row in rows), self.drawn.has_all
+        self.unseeded = group(lambda row: row.temperature > 0 and row.key is None)
+        self.all_greedy, self.all_unseeded = all(row.temperature == 0 for row in rows), self.unseeded.has_all
         self.truncated = group(lambda row: row.temperature > 0 and row.is_truncated)
         self.has_edits = any(row.edits is not None for row in rows)
         self.has_grammars = any(row.grammar is not None for row in rows)
@@ -169,17 +169,17 @@ class SamplingRule:
         self.generator = generator
         self.edits = LogitEdits([row.edits for row in batch.rows], positions) if batch.has_edits else None
         self.grammars = batch.grammars()
-        self._draft_probs: list[torch.Tensor] = []  # by column: [drawn rows among the first ones, vocab]
+        self._draft_probs: list[torch.Tensor] = []  # by column: [unseeded rows among the first ones, vocab]
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         column = draft_ids.shape[1]
         scaled = self._scaled(logits, draft_ids, column, candidates=DRAFT_CANDIDATES)
         ids = self._choose(scaled, column, self._num_ngrams)[:, 0]
-        drawn = self.batch.drawn.among(len(logits))
-        if drawn is not None:
-            probs = torch.softmax(scaled[drawn, 0], dim=-1)
+        unseeded = self.batch.unseeded.among(len(logits))
+        if unseeded is not None:
+            probs = torch.softmax(scaled[unseeded, 0], dim=-1)
             self._draft_probs.append(probs)
-            ids[drawn] = choose(probs, noise.fresh(probs, self.generator))
+            ids[unseeded] = choose(probs, noise.fresh(probs, self.generator))
         return ids
 
     def decide(
@@ -188,14 +188,18 @@ class SamplingRule:
         scaled = self._scaled(logits, draft_ids, 0, caps)
         tokens = self._choose(scaled, 0, None)
         num_accepted = accept_matching(draft_ids, tokens, caps)
-        drawn = self.batch.drawn.among(len(logits))
-        if drawn is not None:
-            probs = torch.softmax(scaled[drawn], dim=-1)
+        unseeded = self.batch.unseeded.among(len(logits))
+        if unseeded is not None:
+            probs = torch.softmax(scaled[unseeded], dim=-1)
             del scaled
-            proposed, limits = draft_ids[drawn], None if caps is None else caps[drawn]
-            accepted, following = verify(probs, self._drafted(probs, proposed, drawn), proposed, limits, self.generator)
-            tokens[drawn] = torch.nn.functional.pad(proposed, (0, 1)).scatter_(1, accepted[:, None], following[:, None])
-            num_accepted[drawn] = accepted
+            proposed, limits = draft_ids[unseeded], None if caps is None else caps[unseeded]
+            accepted, following = verify(
+                probs, self._drafted(probs, proposed, unseeded), proposed, limits, self.generator
+            )
+            tokens[unseeded] = torch.nn.functional.pad(proposed, (0, 1)).scatter_(
+                1, accepted[:, None], following[:, None]
+            )
+            num_accepted[unseeded] = accepted
         return cut_at_broken(num_accepted, logits), tokens
 
     def _scaled(
@@ -214,11 +218,11 @@ class SamplingRule:
         return self.batch.scaled(logits, candidates)
 
     def _choose(self, scaled: torch.Tensor, first: int, num_ngrams: torch.Tensor | None) -> torch.Tensor:
-        """Tokens [n, columns] of greedy and seeded rows; arbitrary ones for drawn rows.
+        """Tokens [n, columns] of greedy and seeded rows; arbitrary ones for unseeded rows.
 
         first: place of the first column after the output. num_ngrams: n-gram tokens of each row before that column.
         """
-        if self.batch.all_drawn:
+        if self.batch.all_unseeded:
             return torch.zeros(scaled.shape[:2], dtype=torch.long, device=scaled.device)
         ids = most_likely(scaled)
         seeded = self.batch.seeded.among(len(scaled))
@@ -231,8 +235,8 @@ class SamplingRule:
             ids[seeded] = choose(torch.softmax(scaled[seeded], dim=-1), exponential)
         return ids
 
-    def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor, drawn: torch.Tensor | slice) -> torch.Tensor:
-        """Draft distributions [rows, k, vocab] of drawn rows: 0 if nothing was drafted, one-hot at an n-gram token.
+    def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor, unseeded: torch.Tensor | slice) -> torch.Tensor:
+        """Draft distributions [rows, k, vocab] of unseeded rows: 0 if nothing was drafted, one-hot at an n-gram token.
 
         So an n-gram token is accepted with the target's probability of it. After a rejection, the next token is drawn from
         the target's distribution without it.
@@ -244,7 +248,7 @@ class SamplingRule:
                 drafted[: len(column_probs), column] = column_probs
             return drafted
         # No index depends on values on the device, or the host would have to wait for them.
-        every, num_ngrams = torch.arange(rows, device=probs.device), self._num_ngrams[drawn]
+        every, num_ngrams = torch.arange(rows, device=probs.device), self._num_ngrams[unseeded]
         for column, column_probs in enumerate(self._draft_probs):
             places = num_ngrams[: len(column_probs)] + column
             at = every[: len(column_probs)], places.clamp(max=columns - 2)

@@ -45,7 +45,7 @@ class CachedModel:
         parts = equal_parts(parts)
         if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
             attention = self._attention(parts[0])
-            with without_plans(self.device):
+            with without_cudnn_attention(self.device):
                 return [self.run(parts[0].ids, attention.positions, attention, parts[0].num_logits)]
         return self.forward_packed(parts)
 
@@ -75,7 +75,7 @@ class CachedModel:
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
         positions = torch.cat([attention.positions.flatten() for attention in attentions])
-        with without_plans(self.device):
+        with without_cudnn_attention(self.device):
             logits = self.run(
                 F.pad(ids, (0, num_padding))[None],
                 F.pad(positions, (0, num_padding))[None],
@@ -97,7 +97,7 @@ class CachedModel:
 
 
 @contextlib.contextmanager
-def without_plans(device: torch.device) -> Iterator[None]:
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     """Turn off cuDNN's attention on a GPU, which spends tens of milliseconds on every new shape.
 
     Prompts have many shapes. Captured passes have few, and use torch's choice.
