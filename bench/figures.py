@@ -46,25 +46,23 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
+LEARNED = ("adaptive", "seeded", "profile")
 Rates = Mapping[str, Mapping[str, float]]  # by policy and number of concurrent requests
 
 
 def as_table(name: str, rates: Rates) -> str:
-    """Tokens per second by number of requests; in brackets relative to the best whose name lacks "adaptive"."""
+    """Tokens per second by number of requests; in brackets relative to the best that does not learn."""
     sizes = sorted({int(size) for row in rates.values() for size in row})
     width = max(map(len, (*rates, name))) + 12
     lines = [f"{name}, tokens/s".ljust(width) + "".join(f"{size} at once".rjust(16) for size in sizes)]
     for policy, row in rates.items():
         line = f"  {policy}".ljust(width)
         for size in map(str, sizes):
-            best = max((one.get(size, 0.0) for other, one in rates.items() if "adaptive" not in other), default=0.0)
+            best = max((one.get(size, 0.0) for other, one in rates.items() if other not in LEARNED), default=0.0)
             known = size in row and best
             line += (f"{row[size]:,.0f} ({row[size] / best:.2f})" if known else "–").rjust(16)
         lines.append(line)
     return "\n".join(lines)
-
-
-LEARNED = ("adaptive", "seeded", "profile")
 
 
 def best_constant(rounds: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/gain_check.py --seconds 600
 
-Exits with 1 if the baseline, which is faster, was not in use in the newest trial of any batch size.
+Exits with 1 unless the baseline, which is faster, is in use at one batch range at least at the end.
 """
 
 from __future__ import annotations

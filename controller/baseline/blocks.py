@@ -26,7 +26,7 @@ CURVE_MEMORY = 500.0  # steps
 
 
 class Plan(NamedTuple):
-    """A trial that was handed out. number: of the range of batch sizes; num_steps: at these sizes since the one before."""
+    """A trial that was handed out. number: as in `range_of`; num_steps: at these sizes since the last trial."""
 
     trial_id: int
     number: int
@@ -49,8 +49,9 @@ class Plan(NamedTuple):
 class Compared(NamedTuple):
     """A finished trial. log_time: of its step time over that of the neighbouring blocks; None if too few steps count.
 
-    seconds: of the trial at the mean of its counted steps. extra_s: what the others took longer: those after both changes
-    of arm, or all of a trial with too few. steps: all of the trial, for their accepted tokens.
+    seconds: of the trial at the mean of its counted steps. extra_s: seconds lost: what the uncounted steps after each change
+    of arm took beyond the mean; if too few steps count, what the trial took beyond the steps before it. steps: all of the
+    trial, for their accepted tokens.
     """
 
     plan: Plan
@@ -91,7 +92,8 @@ class Blocks:
         self._curve = Curve()
         self._before: deque[StepRecord] = deque(maxlen=BLOCK_STEPS)
         self._start(None)
-        self._last_seq = self._last_probe = self._since = self._counts_from = 0
+        self._last_seq = self._last_probe = self._since = 0  # _since: the newest step when the trial began
+        self._counts_from = 0  # seq from which steps count again
 
     def is_ready(self, arm: Arm) -> bool:
         """True if the newest steps are those of the arm in use, so that a trial may begin."""

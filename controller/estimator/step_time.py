@@ -32,7 +32,8 @@ from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.records import Profile
 
 TAIL = 64  # steps before that a step is compared with
-NEAR, FAR = 4, 16  # steps between those that tell how the level wanders: overlapped neighbours share their times
+# Two lags, in steps, from which the drift of the level is estimated. Not 1, since overlapping steps share time.
+NEAR, FAR = 4, 16
 LEAST_GAIN = 0.05
 CHUNK = 64  # steps learned from at once: small enough that BLAS uses one thread
 SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged

@@ -1,4 +1,4 @@
-"""The guards of all contexts, between the learner and the journal."""
+"""The guards of all contexts (`speclen.controller.baseline`), which the learner asks for tables and trials."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts its sequences in the inbox. `step` gives them slots and runs one
-speculative step over all decoding sequences, together with a chunk of prefill. New tokens go to the request's callback, and
-the slot of a finished sequence is free before the next step. On an asynchronous device, callbacks run during the next step.
-One thread calls `run` (or `step`); all other methods may be called from any thread.
+The life of a request: `check`, `sequences` and `enqueue` put its sequences in the inbox. `step` gives them slots and runs
+one speculative step over all decoding sequences, together with a chunk of prefill. New tokens go to the request's
+callback, and the slot of a finished sequence is free before the next step. On an asynchronous device, callbacks run
+during the next step. One thread calls `run` (or `step`); all other methods may be called from any thread.
 
 A step that fails is run again in parts, and a part that fails ends only its own requests: `StepExecutor`.
 

@@ -70,13 +70,13 @@ def read_document(path: Path) -> ProfileDocument:
 
 
 def table_from_file(path: Path, limits: Limits) -> ArmTable:
-    """The paper's table from a profile. Raises ValueError naming the file if it is not a profile."""
+    """The table of `table_from_profile` from a file. Raises ValueError naming the file if it is not a profile."""
     profile = read_document(path).profile
     return table_from_profile(profile.cells, profile.survival, limits)
 
 
 def table_from_profile(cells: Sequence[ProfileCell], survival: Sequence[float], limits: Limits) -> ArmTable:
-    """The paper's table: for each profiled batch size the length with the least time per token, frozen.
+    """The frozen table of Su et al. 2023: for each profiled batch size the length with the least time per token.
 
     A batch size between two profiled ones uses the larger one's length, as in the paper's look-up.
     survival[i]: probability that draft tokens 0..i are all accepted. Raises ValueError if the profile is empty.

@@ -1,4 +1,6 @@
-"""Choice of tokens on the host, in numpy, for rows that have a temperature only.
+"""Choice of tokens on the host, in numpy, for batches on a CPU.
+
+No row may have top-k, top-p, min-p, penalties or a grammar; greedy rows may be among them.
 
 It implements both acceptance rules of `verification`, one distribution at a time: columns without a proposal, or after a
 rejection, cost nothing, and the noise of a draft token is drawn once. `rules.SamplingRule` handles rows of all kinds on any
@@ -27,9 +29,9 @@ class HostSettings:
     def __init__(self, temperatures: np.ndarray, keys: np.ndarray, seeded: np.ndarray) -> None:
         self.temperatures = np.maximum(temperatures, MIN_TEMPERATURE).astype(np.float32)
         self.keys = keys
-        self.races, self.draws = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
-        self.any_races, self.any_draws = bool(self.races.any()), bool(self.draws.any())
-        self.any_samples = self.any_races or self.any_draws
+        self.seeded, self.unseeded = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
+        self.any_seeded, self.any_unseeded = bool(self.seeded.any()), bool(self.unseeded.any())
+        self.any_samples = self.any_seeded or self.any_unseeded
 
 
 class HostRule:
@@ -59,8 +61,8 @@ class HostRule:
         ahead = np.full(len(rows), num_drafted) + (0 if self._num_ngrams is None else self._num_ngrams[rows])
         logits, likeliest, _ = _usable(logits)
         ids = self._choose(logits, likeliest, rows, ahead)
-        if self._rows.any_draws:
-            (drawing,) = np.nonzero(self._rows.draws[rows])
+        if self._rows.any_unseeded:
+            (drawing,) = np.nonzero(self._rows.unseeded[rows])
             uniform = self._uniform(len(drawing))
             for at, share in zip(drawing.tolist(), uniform, strict=True):
                 scores = self._scores(logits[at], rows[at])
@@ -91,10 +93,10 @@ class HostRule:
         tokens = np.zeros((len(proposed), proposed.shape[1] + 1), np.int64)
         tokens[rows, columns] = self._choose(logits, likeliest, rows, columns)
         num_accepted = num_matching(proposed, tokens, num_proposed)
-        if self._rows.any_draws:
+        if self._rows.any_unseeded:
             shares = self._uniform(len(rows))
             begins = rows.searchsorted(np.arange(len(proposed) + 1)).tolist()
-            for row in np.nonzero(self._rows.draws)[0].tolist():
+            for row in np.nonzero(self._rows.unseeded)[0].tolist():
                 mine = slice(begins[row], begins[row + 1])
                 num_accepted[row], following = self._accept(row, logits[mine], proposed[row], shares[mine])
                 tokens[row, : num_accepted[row]] = proposed[row, : num_accepted[row]]
@@ -106,8 +108,8 @@ class HostRule:
 
         ids: [n], of the largest logits; overwritten.
         """
-        if self._rows.any_races:
-            (racing,) = np.nonzero(self._rows.races[rows])
+        if self._rows.any_seeded:
+            (racing,) = np.nonzero(self._rows.seeded[rows])
             if len(racing):
                 scores = logits[racing]
                 scores -= logits[racing, ids[racing], None]
