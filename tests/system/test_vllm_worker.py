@@ -92,6 +92,23 @@ def test_a_fixed_policy_is_kept_and_its_steps_are_reported(tmp_path, scheduler_f
         check_reported(scheduler)
 
 
+def asked_of(scheduler):
+    """Batch sizes, and whether prefill comes along, for which the scheduler then asks for an arm."""
+    control, asked = scheduler.steering.control, []
+    choose = control.choose
+    control.choose = lambda *given: asked.append(given) or choose(*given)
+    return asked
+
+
+def test_an_arm_is_asked_for_the_sequences_that_decode_next(scheduler_for):
+    scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
+    asked = asked_of(scheduler)
+    serve(scheduler, num_steps=2, num_requests=1)
+    scheduler.add("long", 100)  # its prompt takes two steps
+    scheduler.schedule()
+    assert asked == [(1, False), (1, False), (1, True)]
+
+
 @pytest.mark.parametrize(
     ("num_slots", "admitted", "kept_waiting"),
     [(8, 1, True), (8, 0, False), (4, 1, False)],
@@ -102,16 +119,14 @@ def test_only_requests_that_wait_for_time_keep_probes_waiting(scheduler_for, num
     config = fake_vllm.config(scheduler_config__max_num_seqs=num_slots)
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, num_slots, 5)]
     scheduler = scheduler_for(config, SPECLEN_CONTROLLER=UNREACHABLE)
-    control, asked = scheduler.steering.control, []
-    choose = control.choose
-    control.choose = lambda size, with_prefill=False: asked.append(with_prefill) or choose(size, with_prefill)
+    asked = asked_of(scheduler)
     serve(scheduler, num_steps=4, num_requests=3)
-    assert asked == [False] * 4
+    assert asked == [(3, False)] * 4
     for name in ("next", "later"):
         scheduler.add(name, 10)
     scheduler.most_admitted = admitted
     scheduler.schedule()
-    assert asked[-1] is kept_waiting
+    assert asked[-1][1] is kept_waiting
 
 
 FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode": "FULL_AND_PIECEWISE"}

@@ -142,20 +142,6 @@ def test_v1_drafts_nothing_near_the_draft_models_limit_and_v2_takes_results_befo
     assert (traits.longest_context, traits.late_drafts) == (longest, late)
 
 
-def test_graphs_are_counted_as_vllm_captures_them():
-    """By size rounded up to whole sequences; no size over vLLM's largest, nor more sequences than it serves."""
-    config = fake_vllm.config()  # sizes 1, 2, 4, 8, 16, 24; 8 sequences
-    assert graph_shapes(config, [0]) == {(size, 0) for size in (1, 2, 4, 8)}
-    assert graph_shapes(config, [2]) == {(size, 2) for size in (3, 6, 9, 18, 24)}
-
-
-def test_the_number_of_graphs_is_reported():
-    config = fake_vllm.config(use_v2_model_runner=True, compilation_config__cudagraph_mode="CUDAGraphMode.FULL")
-    *_, found = remarks(config, {0, 2}, [0, 2, 2], follows=True)
-    assert "9 full graphs for decoding at lengths 0, 2," in found
-    assert "4 graphs are for lengths outside the configured table" in found
-
-
 CONFIGURED = ArmTable.of([Choice(1, 8, Arm(5)), Choice(9, 64, Arm(3))], Limits(64, 8), "configured")
 WANTED = ArmChoice(Arm(1), decision_version=4)
 LEARNED = ArmTable.of([Choice(1, 64, Arm(1))], Limits(64, 8), "controller", 4)
@@ -181,11 +167,6 @@ def test_the_configured_length_holds_until_a_size_or_one_near_it_has_samples():
     assert followed(noted(64, MIN_SAMPLES)) == [*range(32, 65)]
     before = noted(4, MIN_SAMPLES).choice(9, WANTED, LEARNED)
     assert before == ArmChoice(Arm(3)), "of no table of the controller's"
-
-
-def test_flagged_steps_count_for_less():
-    assert followed(noted(4, int(MIN_SAMPLES / FLAGGED), StepFlag.PREFILL)) == []
-    assert followed(noted(4, int(MIN_SAMPLES / FLAGGED) + 1, StepFlag.PREFILL)) == [2, 3, 4, 5, 6]
 
 
 def test_probes_are_followed_from_the_first_step():

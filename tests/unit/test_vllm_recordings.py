@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,9 +29,6 @@ from tests.support.vllm_steps import Steps
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_h200_steps.jsonl.gz"
 PROMPT_TOKENS = 128  # of every request
-SHORT_S = 0.003  # shorter than any step: its result was there before it was asked for
-NEAR, LEAST = 12, 5  # reports before and after one that it is compared with, and the least of them
-WRONG = 0.25  # from the median of its neighbours of the same batch size and length
 
 
 class Recorded(NamedTuple):
@@ -100,42 +97,6 @@ def replayed(name: str) -> list[StepRecord]:
     return [report for report in reports if report is not None]
 
 
-def is_usable(step: Recorded | StepRecord) -> bool:
-    return not step.flags
-
-
-def share_wrong(name: str, numbers: set[int]) -> float:
-    """Share of these reports whose time differs from that of usable reports of its kind around it."""
-    reports = replayed(name)
-    wrong = []
-    for number in numbers:
-        one = reports[number]
-        around = [
-            reports[at].latency_s
-            for at in range(max(0, number - NEAR), min(number + NEAR + 1, len(reports)))
-            if at != number and is_usable(reports[at]) and (reports[at].batch_size, reports[at].arm) == one[1:3]
-        ]
-        if len(around) >= LEAST:
-            wrong.append(abs(one.latency_s / median(around) - 1.0) > WRONG)
-    return sum(wrong) / len(wrong)
-
-
-@pytest.mark.parametrize(("name", "num_before", "num_after"), [("a", 1132, 810), ("b", 2335, 1815)])
-def test_excluded_recorded_times_are_wrong(name, num_before, num_after):
-    """Usable times below SHORT_S, before and after: 12 and 0, 25 and 0. Wrong by a quarter: 9.7% and 7.9%, 7.9% and 6.1%."""
-    before = {number for number, step in enumerate(recorded(name)) if is_usable(step)}
-    reports = replayed(name)
-    after = {number for number, report in enumerate(reports) if is_usable(report)}
-    assert len(reports) == len(recorded(name))
-    assert (len(before), len(after), after <= before) == (num_before, num_after, True)
-    assert all(
-        report.latency_s == pytest.approx(1e-6 * step.us) for report, step in zip(reports, recorded(name), strict=True)
-    )
-    assert min(reports[number].latency_s for number in after) > SHORT_S
-    left_out = before - after
-    assert share_wrong(name, left_out) > 2.0 * share_wrong(name, after)
-
-
 def worth_of_learned(name: str, num_skipped: int) -> float:
     """Rate of the learned lengths over that of the best ones, mean over the recorded steps. num_skipped: groups at first."""
     world = WORLDS["vllm-h200"]
@@ -151,11 +112,13 @@ def worth_of_learned(name: str, num_skipped: int) -> float:
     return mean(truth.at(size, PROMPT_TOKENS)[1][table.arm_for(size).speculation_length] for size in sizes)
 
 
-@pytest.mark.parametrize(("name", "least"), [("a", 0.98), ("b", 0.98)])
-def test_lengths_learned_from_recorded_steps_are_near_the_best(name, least):
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_lengths_learned_from_recorded_steps_are_near_the_best(name):
     """Mean over three starts, since chance decides a single one: 0.99 and 0.99.
 
     Recording a ends with lengths 3 to 5, where 3 is best: 16 sequences ran lengths 4 to 8 alone, 4 sequences length 3 for
     one step.
     """
-    assert mean(worth_of_learned(name, num_skipped) for num_skipped in (0, 6, 15)) > least
+    assert mean(worth_of_learned(name, num_skipped) for num_skipped in (0, 6, 15)) > 0.98
+    # Whose result was there before it was asked for: an earlier plugin took 12 and 25 such steps for usable ones.
+    assert not [report for report in replayed(name) if not report.flags and report.latency_s < 0.003]

@@ -141,11 +141,6 @@ def test_recurrent_models_keep_the_table_since_their_builders_capture_no_other_l
     assert lengths_of(created(arguments, **V2, **HYBRID)) == [5, 5, 5, 5, 2, 2, 2, 2]
 
 
-def test_few_batch_sizes_name_as_many_lengths_as_they_can():
-    assert startup.with_lengths([0, 5, 5, 2], {0, 1, 3, 5, 2}, first=[3]) == [0, 3, 5, 2]
-    assert startup.with_lengths([0, 5], {0, 5}) == [0, 5]
-
-
 @pytest.mark.parametrize(
     ("changes", "extension"),
     [
@@ -232,14 +227,6 @@ def test_without_an_answer_vllm_starts_and_one_line_is_logged(monkeypatch, caplo
     with caplog.at_level(logging.INFO, logger="vllm.speclen"):
         assert startup.learned_by(fake_vllm.config()) == {}
     assert words in caplog.text
-
-
-def test_learned_lengths_are_read_by_batch_size(monkeypatch):
-    fake_vllm.install(monkeypatch)
-    monkeypatch.setenv("SPECLEN_CONTROLLER", "127.0.0.1:9")
-    answer = types.SimpleNamespace(stdout="[[1, 2, 5], [3, 4, 1]]")
-    monkeypatch.setattr(startup.subprocess, "run", lambda command, **_: answer)
-    assert startup.learned_by(fake_vllm.config()) == {1: 5, 2: 5, 3: 1, 4: 1}
 
 
 # In the workers of V2.

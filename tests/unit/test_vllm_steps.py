@@ -1,158 +1,101 @@
 """A report of a vLLM step means the same as a report of a step of our worker.
 
 The batch size counts decoding sequences; prefill is separate and flagged; a step that verified one length and drafted
-another gives no usable time; accepted tokens are those of verified drafts. The steps come from a scheduler
-with vLLM's interface, and from the real one as it was recorded.
+another gives no usable time; accepted tokens are those of verified drafts. The steps are made here, or recorded from
+vLLM's scheduler.
 """
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker, Traits
-from speclen.records import Arm, Limits, StepFlag, StepRecord
+from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
 from tests.support.vllm_steps import Steps
 
 RECORDED = Path(__file__).parents[1] / "data" / "vllm_steps.jsonl"
+LENGTH = 3
+CHOICE = ArmChoice(Arm(LENGTH))
 
 
-class Control:
-    """Lengths by batch size as a test says; keeps the reports."""
+class Running(Steps):
+    """Sequences that hold 100 tokens each; every step verifies what the one before drafted."""
 
-    def __init__(self, lengths):
-        self.lengths = lengths
-        self.probes = []
-        self.asked, self.reports = [], []
-        self.card, self.table = SimpleNamespace(limits=Limits(8, 5)), None
+    def __init__(self, names, traits=None):
+        super().__init__(names, 100, CHOICE, traits)
+        self.verified = LENGTH
 
-    def choose(self, batch_size, with_prefill=False):
-        self.asked.append((batch_size, with_prefill))
-        if self.probes and not with_prefill:
-            return self.probes.pop()
-        return ArmChoice(Arm(self.lengths(batch_size)), decision_version=3)
+    def schedule(self, choice=CHOICE, **changes):
+        """Schedule a step that drafts by this choice. changes: of vLLM's output."""
+        contexts = [each.num_computed_tokens for each in self.requests.values()]
+        drafts = dict.fromkeys(self.requests, [1] * self.verified)
+        output = fake_vllm.scheduled(dict.fromkeys(self.requests, 1 + self.verified), drafts, contexts)
+        vars(output).update(changes)
+        self.verified = choice.arm.speculation_length
+        return self.launch(output, choice)
 
-    def report(self, record):
-        self.reports.append(record)
+    def end(self, output, took_s=0.01, **accepted):
+        self.now_s += took_s
+        return self.take(output, accepted)
 
-
-# Follows the controller from its first word on.
-EVERY_LENGTH = SimpleNamespace(note=lambda step: None, choice=lambda batch_size, wanted, table: wanted)
-
-
-class Engine:
-    """Steps a scheduler as vLLM's engine core does; every sequence accepts `accepts` drafts."""
-
-    def __init__(self, lengths, traits=None):
-        control = self.control = Control(lengths)
-        tracker = StepTracker(traits or Traits(), ArmChoice(Arm(5)))
-        steering = self.steering = Steering(control, tracker, EVERY_LENGTH, SimpleNamespace(stop=lambda: None))
-        engine = self
-
-        class Scheduler(fake_vllm.Scheduler):
-            def _update_after_schedule(self, scheduler_output):
-                steering.scheduled(scheduler_output, self.requests, bool(self.waiting), engine.now)
-                super()._update_after_schedule(scheduler_output)
-
-        self.scheduler = Scheduler(fake_vllm.config())
-        self.now, self.accepts = 0.0, 1
-
-    def step(self, took_s=0.01):
-        output, requests = self.scheduler.schedule(), self.scheduler.requests
-        self.now += took_s
-        rows = {}
-        for name in output.num_scheduled_tokens:
-            drafts, request = output.scheduled_spec_decode_tokens.get(name), requests[name]
-            in_prompt = not drafts and request.num_computed_tokens < request.num_prompt_tokens
-            rows[name] = None if in_prompt else min(self.accepts, len(drafts or ()))
-        sampled = fake_vllm.sampled(rows)
-        self.steering.arrived(output, requests, self.now)
-        self.scheduler.update_from_output(output, sampled)
-        self.steering.finished(sampled, bool(self.scheduler.running))
-        self.scheduler.update_draft_token_ids(output)
-
-    def results(self):
-        return self.control.reports
+    def step(self, **accepted):
+        return self.end(self.schedule(), **accepted)
 
 
 @pytest.mark.parametrize(("length", "histogram"), [(2, (0, 3, 0)), (0, (3,))])
 def test_a_steady_batch_gives_usable_samples(length, histogram):
-    engine = Engine(lambda size: length)
-    for name in "abc":
-        engine.scheduler.add(name, 10)
-    for _ in range(8):
-        engine.step(0.02)
-    last = engine.results()[-1]
-    assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (3, length, histogram)
+    steps, choice = Running("abc"), ArmChoice(Arm(length), decision_version=3)
+    accepted = dict.fromkeys("abc", min(1, length))
+    records = [steps.end(steps.schedule(choice), took_s=0.02, **accepted) for _ in range(5)]
+    last = records[-1]
+    assert (last.batch_size, last.arm, last.accepted_histogram) == (3, Arm(length), histogram)
+    assert (last.flags, last.decision_version) == (frozenset(), 3)
     assert last.latency_s == pytest.approx(0.02)
-    assert last.flags == frozenset()
-    assert last.decision_version == 3
-    # The first step is prefill alone, which is not a decoding step; the next one is the first of its shape.
-    assert engine.results()[0].flags == {StepFlag.FIRST_USE}
-    assert engine.steering.num_reported == len(engine.results())
+    assert StepFlag.FIRST_USE in records[1].flags
 
 
 def test_prefilling_sequences_do_not_count_and_flag_the_step():
-    engine = Engine(lambda size: 2)
-    engine.scheduler.add("a", 10)
-    engine.step()
-    engine.step()
-    engine.scheduler.add("b", 100)  # two chunks
-    engine.step()
-    assert engine.results()[-1].batch_size == 1
-    assert StepFlag.PREFILL in engine.results()[-1].flags
-    assert engine.control.asked[-1] == (1, True), "prefill is not done: one sequence decodes in the next step"
-    engine.step()
-    assert (engine.results()[-1].batch_size, engine.control.asked[-1][0]) == (1, 2)
-    assert StepFlag.PREFILL in engine.results()[-1].flags
-    engine.step()
-    assert (engine.results()[-1].batch_size, engine.results()[-1].accepted_histogram) == (2, (0, 2, 0))
+    steps = Running("a")
+    steps.step()
+    new = steps.requests["b"] = fake_vllm.Request("b", 100)
+    for done, tokens in ((0, 64), (64, 36)):
+        new.num_computed_tokens = done
+        output = fake_vllm.scheduled({"a": 4, "b": tokens}, {"a": [1] * LENGTH}, [100], ["b"] if not done else [])
+        record = steps.end(steps.launch(output, CHOICE), a=1)
+        assert read(record) == (1, (0, 1, 0, 0))
+        assert StepFlag.PREFILL in record.flags
+    new.num_computed_tokens = 100
+    record = steps.step(a=1, b=1)
+    assert read(record) == (2, (0, 2, 0, 0))
+    assert StepFlag.PREFILL not in record.flags
 
 
 def test_all_steps_of_a_probe_quote_it_and_all_but_its_first_are_usable():
     """A step that verified one length and drafted another is not a usable sample of time."""
-    engine = Engine(lambda size: 2)
-    engine.scheduler.add("a", 10)
-    for _ in range(3):
-        engine.step()
-    engine.control.probes = [ArmChoice(Arm(4), 3, probe_id=9)] * 4
-    for _ in range(7):
-        engine.step()
-    told = [(r.probe_id, r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()]
+    steps, usual, probe = Running("a"), ArmChoice(Arm(2)), ArmChoice(Arm(4), 3, probe_id=9)
+    records = [steps.end(steps.schedule(choice), a=1) for choice in [usual] * 3 + [probe] * 4 + [usual] * 3]
+    told = [(r.probe_id, r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in records]
     probed = [(9, 4, False), (9, 4, False), (9, 4, False), (9, 4, True)]
     assert told[-7:] == [(0, 2, True), *probed, (0, 2, False), (0, 2, False)]
 
 
 def test_waiting_for_requests_is_not_step_time():
-    engine = Engine(lambda size: 2)
-    engine.scheduler.add("a", 10)
-    for _ in range(4):
-        engine.step()
-    engine.scheduler.finish("a")
-    engine.step()  # nothing to do, and nothing scheduled
-    engine.now += 100.0
-    engine.scheduler.add("b", 10)
-    engine.step()
-    engine.step(0.03)
-    assert engine.results()[-1].latency_s == pytest.approx(0.03)
+    steps = Running("a")
+    steps.step()
+    steps.end(steps.schedule(num_scheduled_tokens={}))  # nothing to do
+    steps.now_s += 100.0
+    assert steps.end(steps.schedule(), took_s=0.03).latency_s == pytest.approx(0.03)
 
 
-def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_model():
-    for ragged in (True, False):
-        engine = Engine(lambda size: 3, traits=Traits(ragged=ragged))
-        for name in "ab":
-            engine.scheduler.add(name, 10)
-        for _ in range(3):
-            engine.step()
-        engine.scheduler.requests["a"].spec_token_ids = []  # nothing found
-        engine.step()
-        last = engine.results()[-1]
-        assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (2, 3, (1, 1, 0, 0))
-        assert (StepFlag.MIXED_LENGTHS in last.flags) is not ragged
+@pytest.mark.parametrize("ragged", [True, False])
+def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_model(ragged):
+    steps = Running("ab", Traits(ragged=ragged))
+    record = steps.end(steps.schedule(scheduled_spec_decode_tokens={"b": [1] * LENGTH}), b=1)  # nothing found for a
+    assert (record.arm, *read(record)) == (Arm(LENGTH), 2, (1, 1, 0, 0))
+    assert (StepFlag.MIXED_LENGTHS in record.flags) is not ragged
 
 
 @pytest.mark.parametrize("run", ["draft_model", "ngram"])
@@ -183,33 +126,6 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
         assert result.num_drafted_sequences == sum(number > 0 for number in step["drafts"].values())
     assert num_read > 50
     assert tracker.num_odd == 0
-
-
-# Accepted tokens.
-
-LENGTH = 3
-CHOICE = ArmChoice(Arm(LENGTH))
-
-
-class Running(Steps):
-    """Sequences that hold 100 tokens each, and verify and draft LENGTH tokens in every step."""
-
-    def __init__(self, names, traits=None):
-        super().__init__(names, 100, CHOICE, traits)
-
-    def schedule(self, **changes):
-        contexts = [each.num_computed_tokens for each in self.requests.values()]
-        drafts = dict.fromkeys(self.requests, [1] * LENGTH)
-        output = fake_vllm.scheduled(dict.fromkeys(self.requests, 1 + LENGTH), drafts, contexts)
-        vars(output).update(changes)
-        return self.launch(output, CHOICE)
-
-    def end(self, output, took_s=0.01, **accepted):
-        self.now_s += took_s
-        return self.take(output, accepted)
-
-    def step(self, **accepted):
-        return self.end(self.schedule(), **accepted)
 
 
 def read(record: StepRecord | None) -> tuple[int, tuple[int, ...]]:
