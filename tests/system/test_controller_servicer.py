@@ -238,20 +238,3 @@ async def test_counts_follow_what_happened(tmp_path):
         assert value(text, f"predicted_ms_per_token{labels}") > 0
         assert value(text, "sample_every") == 1
         assert (await page_of(at.controller)).count("\n") == text.count("\n")
-
-
-async def test_metrics_are_read_on_the_event_loop(tmp_path):
-    """The page's thread would read collections that the loop is changing."""
-    async with served(tmp_path) as at:
-        running = at.controller
-        collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
-        read, threads = collector.read, []
-
-        def noted():
-            threads.append(threading.get_ident())
-            return read()
-
-        collector.read = noted
-        found = await asyncio.to_thread(lambda: list(collector.collect()))
-        assert threads == [threading.get_ident()]
-        assert found

@@ -40,22 +40,6 @@ async def test_the_first_message_of_a_stream_must_name_the_worker(tmp_path):
         assert (code, "name the worker" in details) == ("INVALID_ARGUMENT", True)
 
 
-async def test_a_cancelled_waiter_does_not_block_the_next_turn(tmp_path):
-    async with served(tmp_path) as at:
-        streams = at.controller.servicer.streams
-
-        async def wait():
-            async with streams.turn():
-                pass
-
-        async with streams.turn():
-            waiting = asyncio.create_task(wait())
-            await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wait_for(wait(), PATIENCE_S)
-
-
 async def test_a_message_with_too_many_reports_is_refused(tmp_path):
     async with served(tmp_path) as at:
         await at.stub.RegisterWorker(registration())

@@ -125,29 +125,6 @@ def test_a_controller_that_is_started_early_is_kept_for_the_program_that_joins_i
         assert process_of(database) == pid
 
 
-async def test_a_killed_controller_is_started_again_and_its_worker_keeps_the_last_table(database):
-    embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
-    control = client()
-    control.card = replace(control.card, context=CONTEXT)
-    reporting = asyncio.create_task(control.run(embedded.address))
-    try:
-        await on_loop_until(lambda: control.table.source == "controller")
-        for _ in range(2):
-            control.report(step(num_verified_tokens=3))
-            arms, killed = control.table.arms, process_of(database)
-            os.kill(killed, signal.SIGKILL)
-            await on_loop_until(lambda: not control.connected)
-            assert control.table.arms == arms
-            await on_loop_until(lambda: control.connected and not control.buffer)
-            assert process_of(database) != killed
-        assert rows(database, "SELECT count(*) FROM step_reports") == [(2,)]
-    finally:
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
-        embedded.close()
-    await on_loop_until(lambda: serving(database) is None)
-
-
 async def test_a_deleted_directory_is_made_again(database):
     embedded = EmbeddedController({"SPECLEN_DATA_DIR": str(database.parent)})
     address = await embedded.address()

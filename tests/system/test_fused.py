@@ -78,50 +78,6 @@ def test_fused_attention_equals_plain_attention(
         torch.testing.assert_close(found[row].float(), plain.transpose(0, 1), **close)
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_captured_passes_with_fused_kernels_give_the_same_logits(family, monkeypatch):
-    """Sequences have several lengths; models have windows, biases and normalised heads."""
-    plain, _ = logits_of_passes(family, None, monkeypatch)
-    found, captured = logits_of_passes(family, fused, monkeypatch)
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
-    # Rows of all lengths go through one recording, and so do prompts.
-    assert captured.num_first_uses == 3 + 2
-
-
-def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, CapturedModel]:
-    """Logits of passes of all kinds, one after the other."""
-    monkeypatch.setattr(llama, "kernels_for", lambda device: kernels)
-    model: Any = copy.deepcopy(engines.models(family)[0])
-    shapes = inspect_layers(model, family)
-    pool = KVPool(shapes, 4, CONTEXT + 8, torch.float32, engines.DEVICE)
-    decoder = llama.rewrite(model, shapes, CONTEXT)
-    captured = CapturedModel(CachedModel(decoder, pool, CONTEXT), RerunRecorder(), 8, 8, [(1, 1)])
-    ids = torch.randint(tiny_models.VOCAB_SIZE, (3, 60), generator=torch.Generator().manual_seed(5))
-    lengths = np.array([20, 3, 11])
-    logits: list[torch.Tensor] = []
-
-    def run(*parts: PassPart) -> None:
-        logits.extend(each.flatten(0, 1).clone() for each in captured.forward(parts))
-
-    def fed(rows: StepRows, first: int, last: int, num_logits: int, column: int = 0) -> PassPart:
-        return PassPart(rows, ids[: rows.num_rows, first:last].to(engines.DEVICE), num_logits, column)
-
-    run(*(prompt_part(row, ids[row, :length].tolist(), 0, pool.device) for row, length in enumerate(lengths)))
-    rows = StepRows(lengths, 4, pool.device)
-    run(fed(rows, 20, 23, num_logits=3))
-    run(fed(rows, 23, 24, num_logits=1, column=3))
-    # A sequence decodes next to two that prefill, in other slots than the numbers of their blocks.
-    first = StepRows(lengths[:1] + 4, 1, pool.device)
-    prompts = [prompt_part(row, ids[row, 30:51].tolist(), int(lengths[row]) + 4, pool.device) for row in (1, 2)]
-    run(fed(first, 24, 25, num_logits=1), *prompts)
-    # What a draft lacks is fed like prompts, of all rows alike.
-    lacking = StepRows(np.array([25, 28, 36]), 20, pool.device)
-    run(fed(lacking, 20, 40, num_logits=1))
-    run(fed(StepRows(lacking.starts[:1] + 20, 1, pool.device), 40, 41, num_logits=1))
-    return torch.cat(logits), captured
-
-
 def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch):
     """All passes are captured before serving; there are more requests than slots, and prompts arrive while others decode."""
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 64, "prefill_chunk": 24}

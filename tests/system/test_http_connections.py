@@ -90,15 +90,6 @@ def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
         assert b" 200 " in one.recv(4096)
 
 
-def test_pipelined_requests_are_answered_in_order(worker):
-    asked = [json.dumps({"prompt": "a", "max_tokens": number, "ignore_eos": True}).encode() for number in (5, 6, 7)]
-    with connected(worker) as one:
-        one.sendall(b"".join(map(completion, asked)) + head("GET /health", {"Connection": "close"}))
-        answer = b"".join(iter(lambda: one.recv(65_536), b""))
-    assert answer.count(b"HTTP/1.1 200 ") == 4
-    assert re.findall(rb'"completion_tokens":(\d+)', answer) == [b"5", b"6", b"7"]
-
-
 @pytest.mark.parametrize(("stream", "end"), [(False, b"}"), (True, b"}\n\ndata: [DONE]\n\n")])
 def test_an_http_1_0_client_receives_no_chunked_encoding(worker, stream, end):
     """nginx uses HTTP/1.0 for upstream servers by default."""

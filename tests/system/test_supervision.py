@@ -118,43 +118,6 @@ async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkey
     assert not supervisor.failure.done(), "what is stopped on purpose has not failed"
 
 
-@pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
-async def test_one_failure_ends_all_concurrent_tasks(work, error):
-    ended = []
-
-    async def other() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append("other")
-
-    with pytest.raises((ValueError, PartFailedError), match=error):
-        await until_one_fails(other(), asyncio.sleep(0), work())
-    assert ended == ["other"]
-
-
-async def test_the_first_failure_of_another_thread_is_raised():
-    supervisor = Supervisor()
-    supervisor.check()
-
-    def fail() -> None:
-        supervisor.fail("the engine", ZeroDivisionError("by zero"))
-        supervisor.fail("the engine", RuntimeError("its loop returned"))
-
-    threading.Thread(target=fail).start()
-    with pytest.raises(PartFailedError, match="the engine has failed: ZeroDivisionError: by zero"):
-        await supervisor.wait(asyncio.Event())
-    with pytest.raises(PartFailedError, match="ZeroDivisionError"):
-        supervisor.check()
-
-
-async def test_a_callback_that_fails_is_counted():
-    supervisor = Supervisor()
-    asyncio.get_running_loop().call_soon(lambda: 1 / 0)
-    await asyncio.sleep(0.01)
-    assert supervisor.num_failures["event loop"] == 1
-
-
 HANGING = """
 import asyncio, time
 from speclen.process import supervision

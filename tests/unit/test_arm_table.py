@@ -22,16 +22,6 @@ def test_a_table_with_a_hole_is_refused():
         ArmTable.of([Choice(1, 1, Arm(1)), Choice(3, 8, Arm(1))], Limits(8, 8), "controller")
 
 
-def test_the_profiles_table_minimises_time_per_token():
-    """At one sequence drafts cost little; at many they cost more than they bring."""
-    survival = [0.8, 0.5, 0.1]
-    flat = [ProfileCell(1, length, 0.010 + 0.001 * length) for length in range(4)]
-    steep = [ProfileCell(4, length, 0.010 * (1 + length)) for length in range(4)]
-    table = table_from_profile(flat + steep, survival, LIMITS)
-    assert table.arms[1] == Arm(2)
-    assert set(table.arms[2:]) == {PLAIN}
-
-
 def table_of(*lengths: int) -> ArmTable:
     return ArmTable.of(
         [Choice(size, size, Arm(length)) for size, length in enumerate(lengths, 1)], LIMITS, "controller"

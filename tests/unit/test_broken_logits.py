@@ -101,28 +101,3 @@ def test_a_draft_with_non_finite_logits_changes_no_output(pair):
         wanted = request("x", prompt, max_tokens=12, ignore_eos=True, **settings)
         healthy = make_pair(draft=pair.draft)
         assert generate(make_engine(healthy, 4), wanted).ids("x") == generate(make_engine(healthy, 0), wanted).ids("x")
-
-
-def rules(temperature: float, seed: int | None) -> list[Any]:
-    rows = [RowSampling(temperature, key=seed) for _ in range(3)]
-    batch = BatchSampling(rows, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    on_device = SamplingRule(batch, torch.zeros(3, dtype=torch.long), generator)
-    return [HostRule(batch.for_host, [0, 0, 0], generator), on_device]
-
-
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5), (1.0, None)])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_sequences_end_where_their_logits_are_not_finite(temperature, seed, value):
-    """The draft agrees with the target everywhere: only what breaks cuts."""
-    certain = torch.full((3, 4, 8), -50.0)
-    certain[:, :, 2] = 50.0
-    broken = certain.clone()
-    broken[0, 2] = value
-    broken[1, 0] = value
-    for rule in rules(temperature, seed):
-        ids = torch.empty(3, 0, dtype=torch.long)
-        for _ in range(3):
-            ids = torch.cat([ids, rule.propose(certain[:, :1], ids)[:, None]], dim=1)
-        num_accepted, _ = rule.decide(broken, ids, None)
-        assert num_accepted.tolist() == [1, -1, 3]

@@ -81,17 +81,3 @@ def test_a_billion_positions_cost_no_more_than_those_in_use(tmp_path, backend, c
     assert found == generate(make_engine(make_pair(), 0), wanted).ids("x")
     assert engine.max_context_length < 10**9
     assert [one for one in caplog.records if "sequences may hold" in one.message]
-
-
-def test_rotary_angles_grow_with_the_positions_in_use():
-    model = tiny_models.build("llama", max_position_embeddings=4 * FIRST_POSITIONS)
-    shapes = inspect_layers(model, "llama")
-    install(model)
-    decoder = rewrite(model, shapes, 4 * FIRST_POSITIONS)
-    assert len(decoder.angles) == FIRST_POSITIONS
-    for position, reached in ((FIRST_POSITIONS - 1, 1), (FIRST_POSITIONS, 2), (4 * FIRST_POSITIONS - 1, 4)):
-        decoder.reach(torch.tensor([[0, position]]))
-        assert len(decoder.angles) == reached * FIRST_POSITIONS
-    positions = torch.arange(4 * FIRST_POSITIONS)[None]
-    cos, _ = model.model.rotary_emb(torch.zeros(1), positions)
-    assert torch.equal(decoder.angles[:, 0], cos[0])

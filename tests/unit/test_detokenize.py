@@ -30,14 +30,6 @@ def test_the_bytes_of_tokens_put_together_are_the_texts(text):
     assert bytes(byte for each in told["content"] for byte in each["bytes"]) == text.encode()
 
 
-def test_a_byte_that_has_a_number_for_a_name():
-    class Vocabulary:
-        def convert_ids_to_tokens(self, token: int) -> str | None:
-            return ["<0xE2>", "▁word", None][token]
-
-    assert [make_token_bytes(Vocabulary())(token) for token in range(3)] == [b"\xe2", None, None]
-
-
 def numbered(*words: str) -> dict[str, int]:
     return {word: at for at, word in enumerate(words)}
 
@@ -122,37 +114,3 @@ def cut_randomly(detokenizer: Detokenizer, ids: list[int], generator: random.Ran
         text += detokenizer.push(ids[start:end])
         start = end
     return text + detokenizer.flush()
-
-
-SPECIAL = {0: "<|end|>", 1: "<s>", 2: "</s>"}
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_with_special_tokens_are_found_in_the_text_that_has_them(include):
-    """Against a search of both texts, with special tokens and without, after every token, on random ones."""
-    generator, pieces = random.Random(f"special {include}"), ["a", "b", "!", "a!", *SPECIAL]
-    for _ in range(3000):
-        stops = [
-            "".join(spell(piece) for piece in generator.choices(pieces, k=2)) for _ in range(generator.randrange(4))
-        ]
-        tokens = generator.choices(pieces, k=generator.randrange(1, 9))
-        hidden = spelled_tokens(stops, SPECIAL)
-        matcher, shown, stop = StopStrings(stops, include, hidden), "", None
-        for number, token in enumerate(tokens, start=1):
-            text = "".join(piece for piece in tokens[:number] if isinstance(piece, str))
-            spelled = "".join(spell(piece) for piece in tokens[:number] if isinstance(piece, str) or piece in hidden)
-            new, stop = matcher.push(token if isinstance(token, str) else matcher.mark(token))
-            shown += new
-            found = [one for one in stops if one in text or one in spelled]
-            assert (stop in found) if stop else not found, (stops, tokens[:number])
-            if stop:
-                assert text.startswith(shown.removesuffix(stop) if include else shown)
-                assert shown.endswith(stop) or not include
-                break
-            assert text.startswith(shown)
-        if not stop:
-            assert shown + matcher.flush() == text
-
-
-def spell(piece: str | int) -> str:
-    return piece if isinstance(piece, str) else SPECIAL[piece]

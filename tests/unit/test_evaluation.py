@@ -7,12 +7,10 @@ outputs that it generated under some arm, and others generate them again under e
 import random
 
 import pytest
-import torch
 
 from speclen.records import MAX_EVALUATIONS, PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine import evaluation as evaluating
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.evaluation import EvaluatedTokens, count_steps, runs_of
 from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request
 
 MAX_LENGTH = 4
@@ -35,44 +33,6 @@ def told_by(chooser: Arms) -> list[OutputEvaluation]:
     return [evaluation for record in chooser.records for evaluation in record.evaluations]
 
 
-# Counting.
-
-
-def by_brute_force(tokens: EvaluatedTokens, arm: Arm) -> tuple[int, int, int]:
-    """Steps, drafted steps and verified tokens of an arm: one token after the other."""
-    steps = drafted = verified = place = 0
-    while place < len(tokens.drafted):
-        steps += 1
-        if arm.ngram and tokens.proposed[place] > (arm.speculation_length > 0):  # one token is left to the draft model
-            verified += tokens.proposed[place] + 1
-            accepted = tokens.right[place]
-        else:
-            drafted += arm.speculation_length > 0
-            verified += arm.speculation_length + 1
-            accepted = min(tokens.drafted[place], arm.speculation_length)
-        place += accepted + 1
-    return steps, drafted, verified
-
-
-def some_tokens(generator: random.Random, num_tokens: int) -> EvaluatedTokens:
-    proposed = [generator.choice([0, 0, 8, generator.randint(1, 8)]) for _ in range(num_tokens)]
-    right = [generator.randint(0, number) for number in proposed]
-    return EvaluatedTokens(proposed, right, runs_of([generator.random() < 0.7 for _ in range(num_tokens)]))
-
-
-@pytest.mark.parametrize("ngram", [False, True])
-@pytest.mark.parametrize("longest", [0, 1, 8])
-def test_counts_are_those_of_a_simulation_step_by_step(longest, ngram):
-    generator, limits = random.Random(longest), Limits(1, longest, ngram)
-    for _ in range(50):
-        tokens = some_tokens(generator, generator.randint(1, 70))
-        expected = [by_brute_force(tokens, arm) for arm in limits.arms()]
-        assert [*count_steps(tokens, limits)] == [*zip(*expected, strict=True)]
-
-
-# In the engine.
-
-
 def requests_of(generator: random.Random) -> list:
     """Prompts that repeat themselves, of greedy and of seeded requests."""
     made = []
@@ -93,6 +53,8 @@ def test_an_evaluation_says_how_many_steps_every_arm_takes(always):
             played = Arms(arm)
             assert generate(engine_of(played), one).ids(one.request_id) == first
             assert told.num_steps[at] == len(played.records), (one.sampling, arm)
+            assert told.num_drafted_steps[at] == sum(each.num_drafted_sequences for each in played.records)
+            assert told.num_verified_tokens[at] == sum(each.num_verified_tokens for each in played.records)
 
 
 def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeypatch):
@@ -134,25 +96,6 @@ def test_evaluations_change_nothing_of_what_is_generated(always, seeded):
             check_greedy(engine.pair.target, one, collected.ids(one.request_id))
 
 
-def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always):
-    """Rejection sampling accepts with chance sum(min(target, draft)); evaluations must foresee about as many tokens.
-
-    Some 2,500 tokens: a difference of 0.05 in tokens per step has odds below 1e-3 by chance.
-    """
-    torch.manual_seed(0)
-    one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
-    chooser, played = Arms(PLAIN, wants_evaluations=True), Arms(Arm(1))
-    engine, other = engine_of(chooser, seed=3), engine_of(played, seed=4)
-    for at in range(42):  # one by one, since at most one output of a step is evaluated for every arm
-        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
-    generate(other, *(request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(60)))
-    told = told_by(chooser)
-    num_tokens, num_steps = sum(each.num_tokens for each in told), sum(each.num_steps[1] for each in told)
-    assert num_tokens > 2000
-    ran = sum(each.num_tokens for each in played.records) / sum(each.batch_size for each in played.records)
-    assert num_tokens / num_steps == pytest.approx(ran, abs=0.07)
-
-
 def test_few_outputs_are_evaluated_outside_of_step_times(monkeypatch):
     chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
     engine = engine_of(chooser)
@@ -188,19 +131,3 @@ def test_unusual_requests_are_not_evaluated(always, settings):
     chooser = Arms(Arm(2), wants_evaluations=True)
     generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))
     assert not told_by(chooser)
-
-
-@pytest.mark.parametrize("chunk", [3, 16, 1000])
-def test_a_long_output_is_evaluated_in_pieces(always, chunk, monkeypatch):
-    """However it is cut, and whatever of it the draft model holds already."""
-    monkeypatch.setattr(evaluating, "SIZES", 1)
-    told = []
-    one = request("x", [5, 6, 7, 8, 9] * 7, temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
-    for arm in (PLAIN, Arm(3)):
-        for size in (chunk, 1000):
-            chooser = Arms(arm, wants_evaluations=True)
-            generate(engine_of(chooser, prefill_chunk=size), one)
-            told += told_by(chooser)
-    assert len(told) == 4
-    assert len(set(told)) == 1
-    assert told[0].num_tokens == 39

@@ -145,20 +145,6 @@ async def test_a_request_with_too_short_a_deadline_is_refused_at_once():
     assert requests.fair_queue.num_waiting == 1
 
 
-async def test_further_sequences_of_an_admitted_request_are_not_refused():
-    fair_queue = (await after_a_stay(FairQueue(1, 1, max_wait_s=3.0), 10.0)).fair_queue
-    entered_at = await fair_queue.enter("a")
-    more = [asyncio.create_task(fair_queue.enter("a", begun=True)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert fair_queue.num_waiting == 0, "it is inside"
-    with pytest.raises(QueueFullError, match=r"about 20\.0 s"):
-        await fair_queue.enter("b")
-    fair_queue.leave(entered_at - 10.0)
-    assert await more[0]
-    for one in more:
-        one.cancel()
-
-
 def output(number: int, last: bool = False) -> SequenceOutput:
     return SequenceOutput(
         "r", 0, (number,), "", finish_reason=FinishReason.STOP if last else None, num_steps=number + 1

@@ -70,31 +70,6 @@ async def test_a_cancelled_request_id_can_be_reused_at_once():
             assert (await again)[-1].complete.usage.completion_tokens == 3
 
 
-@pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
-async def test_waiting_for_the_engine_ends_with_the_engine(end):
-    async with served(rows=1) as at:
-
-        async def ask() -> None:
-            async with at.async_engine.open("r") as stream:
-                request = GenerationRequest("r", (1,), SamplingParams(max_tokens=100, ignore_eos=True))
-                async with at.async_engine.running([request], stream, "me", time.monotonic()) as outputs:
-                    async for _ in outputs:
-                        pass
-
-        with held(at.engine):
-            asking = asyncio.create_task(ask())
-            await until(lambda: at.engine.load().num_running == 1)
-            asking.cancel()
-            assert not (await asyncio.wait([asking], timeout=0.1))[0]
-            if end == "stop":
-                at.async_engine.stop()
-            elif end == "fail":
-                at.async_engine.fail(EngineFailedError("gone"))
-            else:
-                asking.cancel()
-            assert (await asyncio.wait([asking], timeout=PATIENCE_S))[0]
-
-
 async def test_an_abort_of_too_many_is_refused():
     async with served() as at:
         assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0

@@ -98,20 +98,6 @@ def test_sampling_follows_the_restricted_target_whatever_is_drafted():
     assert total.tolist() == pytest.approx(law.tolist(), abs=1e-6)
 
 
-def test_an_end_token_is_held_back_unless_the_grammar_allows_nothing_else():
-    """min_tokens and ignore_eos keep an end away, but never against the grammar."""
-    table = {-1: [0], 0: [0, END], 1: [END]}
-    state = Grammar(TableMatcher(table), VOCAB, [END]).start([END], min_tokens=3)
-    allowed = [np.flatnonzero(mask).tolist() for mask in state.masks([0, 0, 0], 0, 4) if mask is not None]
-    assert allowed == [[0], [0], [0], [0, END]]
-    for go_on in (False, True):
-        state = Grammar(TableMatcher({-1: [1], 1: [END]}), VOCAB, [END]).start([END], 9, go_on)
-        mask = state.masks([1], 0, 2)[1]
-        assert np.flatnonzero(mask).tolist() == [END]
-    state = Grammar(TableMatcher(table), VOCAB, [END]).start(go_on=True)
-    assert [np.flatnonzero(mask).tolist() for mask in state.masks([0], 0, 2) if mask is not None] == [[0], [0]]
-
-
 @pytest.mark.parametrize("unreadable", [False, True])
 def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable):
     """Story: a draft that the target rejected led a matcher over its limit, and the request ended with an error."""
@@ -132,13 +118,3 @@ def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable):
     assert not state.failure
     assert state.append([1, 2]) == (0 if unreadable else 1)  # now it has come there
     assert state.failure == "too complex"
-
-
-def test_an_end_where_the_grammar_has_none_is_a_failure():
-    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
-    assert state.append([0, 1]) == 2
-    assert state.append([END]) == 1
-    assert not state.failure
-    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
-    assert state.append([0, END]) == 1
-    assert state.failure == f"it does not allow token {END}"

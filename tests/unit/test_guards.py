@@ -143,13 +143,3 @@ def test_a_hold_that_no_worker_can_run_is_refused():
     with pytest.raises(InvalidMessageError, match="can run `draft 9`"):
         read_hold(pb.Hold(batch_min=1, batch_max=4, speculation_length=9), Limits(32, 4))
     assert read_hold(pb.Hold(batch_min=1, batch_max=4, is_baseline=True), LIMITS) == Hold(1, 4, None)
-
-
-async def test_a_trial_is_stored_with_its_gain():
-    parts = Parts(estimators=Steady())
-    serve(parts, worker_of(parts), 600)
-    parts.journal.commit()
-    row = parts.store.last.trials[0]
-    assert isinstance(row, TrialRow)
-    assert row.gain == pytest.approx(1 / 3, rel=0.01)
-    assert row.trial.gain == pytest.approx(row.gain)

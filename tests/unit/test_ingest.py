@@ -103,27 +103,6 @@ def test_n_grams_are_refused_unless_the_worker_registered_with_them():
         read_step(report(1, evaluations=[alone]), Limits(32, 4))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"latency_s": 3600.0},
-        {"latency_s": 1e-6},
-        {"batch_size": 32, "accepted_histogram": [32, 0, 0]},
-        {"batch_size": 32, "accepted_histogram": [0, 0, 1], "num_unobserved_sequences": 31},
-        {"mean_context_length": 0.0},
-        {"seq": MAX_INTEGER, "decision_version": MAX_INTEGER, "probe_id": MAX_INTEGER},
-        {"speculation_length": 4, "accepted_histogram": [0, 0, 0, 0, 4]},
-        {"ngram": True, "accepted_histogram": [4]},
-        {"ngram": True, "accepted_histogram": [0] * 8 + [4]},
-        {"class_histograms": classes((1, [1, 1, 0]), (3, [0, 1, 1]))},
-        {"evaluations": [evaluation(num_output_tokens=12)]},
-        {"evaluations": [evaluation(num_steps=[12, 6, 4, 3, 3, 2, 2, 2, 2, 2], num_drafted_steps=[0] * 10)]},
-    ],
-)
-def test_values_at_the_limits_are_allowed(changes):
-    assert read(**changes)
-
-
 def test_classes_and_evaluations_are_read():
     step = read(class_histograms=classes((1, [1, 1, 0]), (3, [0, 1, 1])), evaluations=[evaluation()])
     assert step.class_histograms == ((0, (1, 1, 0)), (2, (0, 1, 1)))

@@ -107,18 +107,6 @@ async def test_registering_again_does_not_lose_waiting_reports(parts, worker):
     assert (commit.workers[0].epoch, commit.workers[0].applied_seq) == (8, 0)
 
 
-async def test_groups_ascend_in_the_order_of_rows(parts):
-    one, other = parts.worker("w"), parts.worker("v")
-    parts.send(one, 1, learn=False)
-    parts.send(other, 1)
-    await parts.learner.learn_all()
-    parts.send(one, 2, 3)
-    parts.journal.commit()
-    groups = [ReportRow(*row).group_id for row in parts.store.last.reports]
-    assert groups == [1, 2, 3, 3]
-    assert parts.learner.last_group_id == 3
-
-
 @pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])
 async def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(parts, disk_works, waits):
     parts.journal.max_waiting_reports = 2
@@ -171,31 +159,3 @@ async def test_a_context_that_cannot_be_saved_does_not_block_others(parts):
     parts.journal.commit()
     assert (parts.journal.num_reports_dropped, seqs_of(parts.store.last)) == (2, [3])
     assert parts.store.last.workers[0].applied_seq == 3
-
-
-async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
-    worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
-    parts.send(worker, 1)
-    parts.send(elsewhere, 1)
-    parts.journal.commit()
-    await parts.store.land()
-    parts.send(worker, 2)
-    parts.journal.commit()
-    first, other, second = (commit for commit, _ in parts.store.commits)
-    assert [each.replaced_contexts for each in (first, other, second)] == [(1,), (2,), (1,)]
-    [row] = second.arm_estimates
-    assert (row.context_id, row.speculation_length, row.ngram, row.num_steps, row.is_best) == (1, 2, False, 2, True)
-
-
-async def test_decisions_and_events_are_kept_with_the_group_before_them(parts, worker):
-    parts.send(worker, 1)
-    parts.estimators.fail = {"observe"}
-    parts.learner.take(worker, [report(2)])
-    parts.learner.learn(worker)
-    parts.journal.commit()
-    [decision] = parts.store.last.decisions
-    assert (decision.previous_speculation_length, decision.previous_ngram, decision.speculation_length) == (0, False, 2)
-    assert (decision.after_group_id, decision.decision_version, decision.ms_per_token) == (1, 2, 10.0)
-    [event] = parts.store.last.drift_events
-    assert (event.factor, event.after_group_id) == ("reset", 1)
-    assert (parts.store.last.workers[0].num_reports, parts.store.last.workers[0].num_refused) == (1, 1)

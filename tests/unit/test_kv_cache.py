@@ -105,46 +105,6 @@ def read(pool: BlockPool, row: int, length: int) -> list[float]:
     return [float(pool.caches[-1][blocks[at // BLOCK_TOKENS], 0, at % BLOCK_TOKENS, 5]) for at in range(length)]
 
 
-def test_rows_keep_their_tokens_through_everything():
-    """1,000 random writes, copies, moves, swaps and releases are compared with a list for each row."""
-    generator = random.Random(0)
-    pool, held = make_pool(), {row: [] for row in range(4)}
-    for number in range(1000):
-        row, other = generator.sample(range(4), 2)
-        action = generator.random()
-        if action < 0.55:
-            # Some of what was fed before is rejected and overwritten; shared tokens never are.
-            marks = [float(number + at) for at in range(generator.randint(1, 50))]
-            if len(held[row]) + len(marks) <= pool.max_length:
-                write(pool, row, len(held[row]), [*marks, -1.0][: pool.max_length - len(held[row])])
-                held[row] = held[row] + marks
-        elif action < 0.7:
-            length = generator.randint(0, len(held[row]))
-            pool.copy(row, other, length)
-            held[other] = held[row][:length]
-        elif action < 0.8:
-            pool.move(row, other, len(held[row]))
-            held[row], held[other] = [], held[row]
-        elif action < 0.9:
-            pool.swap(row, other, len(held[row]), len(held[other]))
-            held[row], held[other] = held[other], held[row]
-        else:
-            pool.release(row)
-            held[row] = []
-        assert all(read(pool, row, len(marks)) == marks for row, marks in held.items() if marks)
-    for row in range(4):
-        pool.release(row)
-    assert pool.num_bytes_held() == 0
-    check_blocks(pool)
-
-
-def check_blocks(pool: BlockPool) -> None:
-    """Check that no block is lost: every row can have all of its blocks, each once."""
-    blocks, _ = pool.reach(0, np.full(pool.num_rows, pool.max_length))
-    assert len(set(blocks.tolist())) == len(blocks)
-    assert blocks.max() < pool.spare_block
-
-
 def test_prompts_reuse_the_cached_blocks_of_earlier_rows():
     """Only the same text from the start is reused; a text that diverges shares the blocks before that."""
     pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
@@ -160,34 +120,6 @@ def test_prompts_reuse_the_cached_blocks_of_earlier_rows():
     assert pool.num_reused_tokens == 5 * BLOCK_TOKENS
     assert pool.num_looked_up_tokens == len(text) + (2 * BLOCK_TOKENS + 60) + (2 * BLOCK_TOKENS + 5)
     assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
-
-
-def test_forgotten_blocks_are_not_reused_and_become_free():
-    """Rows that still hold such a block keep it."""
-    pool = BlockPool(BLOCK_SHAPES, 2, 400, torch.float32, max_cached_tokens=3 * BLOCK_TOKENS)
-    text = list(range(3 * BLOCK_TOKENS))
-    for _ in range(9):
-        write(pool, 0, 0, [float(token) for token in text])
-        pool.remember(0, text)
-        pool.forget()
-        assert pool.begin(1, text) == 0
-        assert read(pool, 0, len(text)) == text
-        pool.release(0)
-    check_blocks(pool)
-
-
-def test_the_cache_evicts_the_least_recently_used_text_from_its_end():
-    pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
-    texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}
-    for name, text in texts.items():
-        write(pool, 0, 0, [float(name)] * len(text))
-        pool.remember(0, text)
-        pool.release(0)
-    assert [pool.begin(row, texts[row]) for row in (1, 2, 3)] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
-    for row in (1, 2, 3):
-        assert read(pool, row, BLOCK_TOKENS) == [float(row)] * BLOCK_TOKENS
-        pool.release(row)
-    check_blocks(pool)
 
 
 def test_memory_of_released_rows_is_returned():

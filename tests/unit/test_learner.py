@@ -20,29 +20,6 @@ def parts():
     return Parts()
 
 
-def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
-    one, other = parts.worker(), parts.worker("v")
-    for seq in (1, 2, 3):
-        parts.send(one, seq, learn=False)
-        parts.send(other, seq, learn=False)
-    assert parts.estimators.calls == []
-    asyncio.run(parts.learner.learn_all())
-    assert parts.estimators.calls == [(KEY, [1, 2, 3], "w"), (KEY, [1, 2, 3], "v")]
-    assert (parts.totals.num_reports, parts.totals.num_groups) == (6, 2)
-
-
-def test_a_bad_report_is_refused_alone_and_counted(parts):
-    worker = parts.worker()
-    refusals = parts.learner.take(
-        worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=5), report(4)]
-    )
-    parts.learner.learn(worker)
-    assert [str(error)[:9] for error in refusals] == ["report 2:", "report 3:"]
-    assert parts.totals.refused == {"latency_s": 1, "accepted_histogram": 1}
-    assert (worker.num_reports, worker.num_refused, worker.seqs.applied_seq) == (2, 2, 4)
-    assert parts.estimators.calls == [(KEY, [1, 4], "w")]
-
-
 def test_a_failing_estimator_resets_its_context_alone(parts):
     worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
     parts.send(elsewhere, 1)
@@ -75,30 +52,11 @@ def test_a_probe_goes_to_a_worker_that_follows_the_table_one_at_a_time(parts):
     assert worker.probe is None
 
 
-def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
-    parts.estimators.probes = True
-    worker = parts.worker()
-    parts.send(worker, 1)
-    assert worker.probe.batch_max == 4
-    parts.learner.take(worker, [report(2, batch_size=6, accepted_histogram=[3, 2, 1])])
-    parts.learner.learn(worker)
-    assert worker.probe.batch_max == 6
-
-
 def test_an_isolated_worker_has_a_table_of_its_own(parts):
     worker, other = parts.worker(), parts.worker("v")
     assert parts.learner.table_in_use(worker)[0] is parts.learner.table_in_use(other)[0]
     parts.estimators.isolated.add("v")
     assert [parts.learner.table_in_use(each)[1].own for each in (worker, other)] == ["", "v"]
-
-
-def test_a_profile_makes_or_widens_its_context(parts):
-    worker = parts.worker()
-    profile = Profile((ProfileCell(64, 6, 0.01),), (0.5,) * 3, (10,) * 3)
-    assert parts.learner.import_profile(KEY, profile) == 1
-    assert parts.registry.contexts[KEY].limits == parts.estimators[KEY].limits == Limits(64, 6)
-    assert parts.learner.table_in_use(worker)[0].arm_for(4) == Arm(6)
-    assert parts.learner.import_profile(ELSEWHERE, profile) == 2
 
 
 def test_a_loop_that_is_too_busy_has_fewer_steps_reported_and_an_idle_one_all():
@@ -147,9 +105,3 @@ def test_regret_is_what_the_arm_in_use_would_have_saved():
     error.add(TABLE, probes)
     assert error.elsewhere_s == pytest.approx(0.050)
     assert error.regret_s == pytest.approx(0.006 - 0.001 + 0.020)
-
-
-def test_steps_without_a_prediction_are_not_compared():
-    error = PredictionError()
-    error.add(Table(1, (Choice(1, 4, Arm(2)),)), [step(4, 2, 0.022, 1, 2, 1)])
-    assert (error.times, error.elsewhere_s) == ({}, 0.0)

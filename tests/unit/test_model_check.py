@@ -71,15 +71,6 @@ def test_long_windows_must_agree_with_the_configuration(family, settings, reason
         check_model(cached(private_copy(model)), model, "model")
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
-def test_windows_that_are_both_masked_and_passed_are_accepted(family, monkeypatch):
-    extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
-    model = tiny_models.build(family, **tiny_models.GROUPED, sliding_window=64, **extra)
-    check_model(cached(private_copy(model)), model, "model")
-    monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
-    check_model(cached(private_copy(model)), model, "model")
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_other_rows_are_refused(kind):
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}

@@ -59,14 +59,3 @@ def test_a_closed_pipe_ends_the_command_quietly(monkeypatch, capsys):
     with os.fdopen(writing, "w") as out:
         assert code_of_version(monkeypatch, out) == 1
     assert capsys.readouterr().err == ""
-
-
-def test_other_system_errors_are_not_blamed_on_the_output(monkeypatch, capsys):
-    def refused(_: str) -> str:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
-    monkeypatch.setattr(app, "version", refused)
-    with pytest.raises(OSError, match="Too many open files"):
-        main()
-    assert "standard output" not in capsys.readouterr().err

@@ -80,28 +80,6 @@ def test_overlapped_steps_give_callers_the_same_outputs(choose, recorder, with_g
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
 
-@contextmanager
-def events_of(engine: Engine) -> Iterator[list[str]]:
-    """Events in the engine's steps, in order; callers add to it."""
-    events, launch, read = list[str](), engine.runner.launch, engine.runner.read
-    engine.runner.launch = lambda plan: events.append("launch") or launch(plan)
-    engine.runner.read = lambda step: events.append("read") or read(step)
-    yield events
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_callbacks_run_after_the_next_launch_or_at_once_if_there_is_none(overlapped):
-    engine = make_engine(chooser=0, overlapped=overlapped)
-    with events_of(engine) as events:
-        engine.submit(request("x", PROMPT, max_tokens=4, ignore_eos=True), lambda output: events.append("told"))
-        while engine.scheduler.rows or engine.scheduler.waiting or not events:
-            engine.step()
-    step = ["launch", "told", "read"] if overlapped else ["launch", "read", "told"]
-    first, last = ["launch", "read"], ["told"]
-    # A first token goes out while the draft is fed its prompt.
-    assert events == ([*first, *last, "launch", "read", *step, *step, *last] if overlapped else step * 4)
-
-
 def fail(*args: object) -> NoReturn:
     raise MemoryError("no room")
 

@@ -58,13 +58,6 @@ def test_no_memory_for_a_single_sequence_is_an_error(free, vocab_size, monkeypat
         prepare(pair, EngineConfig(max_batch_size=16))
 
 
-def test_models_that_are_refused_are_named():
-    bloom = tiny_models.build("bloom", n_layer=2, hidden_size=32, n_head=4)
-    pair = engines.make_pair("llama", draft=bloom, draft_name="some/bloom")
-    with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
-        prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
-
-
 @pytest.mark.parametrize(
     ("attribute", "found", "reason"),
     [

@@ -73,27 +73,6 @@ def test_an_old_probe_is_forgotten_and_one_beyond_the_limits_is_not_used():
     assert control.choose(1).probe_id == 0
 
 
-def test_a_probe_of_n_grams_is_used_where_they_may_be():
-    control = client()
-    control.use_probes([probe(arm=Arm(1, ngram=True))])
-    assert control.choose(1) == ArmChoice(Arm(1, ngram=True), 0, 9)
-    control.card = replace(control.card, limits=Limits(8, 4))
-    control.use_probes([probe(arm=Arm(1, ngram=True))])
-    assert control.choose(1).probe_id == 0
-
-
-def test_the_buffer_is_bounded_and_counts_what_it_drops():
-    buffer = ReportBuffer(max_buffered=5)
-    for _ in range(8):
-        buffer.append(step())
-    buffer.trim()
-    assert buffer.num_dropped == 3
-    assert [record.seq for record in buffer.after(0, 10)] == [4, 5, 6, 7, 8]
-    assert [record.seq for record in buffer.after(6, 1)] == [7]
-    buffer.forget_until(7)
-    assert [record.seq for record in buffer.after(0, 10)] == [8]
-
-
 def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
     buffer = ReportBuffer(10**6, sample_every=3)
     for number in range(6 * BLOCK):
@@ -101,21 +80,6 @@ def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
     kept = buffer.after(0, 10**6)
     assert [record.seq for record in kept] == list(range(1, 2 * BLOCK + 1))
     assert [record.decision_version for record in kept] == [*range(BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
-
-
-def test_probes_and_evaluations_happen_only_in_reported_blocks():
-    control = client()
-    control.connected = True
-    control.use_sampling(2)
-    control.use_probes([probe(num_steps=3)])
-    for _ in range(BLOCK - 1):
-        control.report(step())
-    assert (control.choose(1).probe_id, control.wants_evaluations) == (0, True), "not all of it would be reported"
-    for _ in range(BLOCK):
-        control.report(step())
-        assert (control.choose(1).probe_id, control.wants_evaluations) == (0, False)
-    control.report(step())
-    assert (control.choose(1).probe_id, control.wants_evaluations) == (9, True)
 
 
 @pytest.mark.parametrize(("told", "used"), [(0, 1), (1, 1), (7, 7), (10**6, 1)])

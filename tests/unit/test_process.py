@@ -25,14 +25,6 @@ TOKEN = "0123456789abcdef"
 FILE = Path("named")
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [("127.0.0.1:7070", ("127.0.0.1", 7070)), ("[::1]:0", ("::1", 0)), ("worker.example:80", ("worker.example", 80))],
-)
-def test_an_address_is_split_into_host_and_port(address, expected):
-    assert split_address("--listen", address) == expected
-
-
 @pytest.mark.parametrize("address", ["7080", ":7080", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:99999", "::1:80", ""])
 def test_an_invalid_address_is_named(address):
     with pytest.raises(ValueError, match="--listen"):

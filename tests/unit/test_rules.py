@@ -1,7 +1,4 @@
-"""The choices of a whole step, on models that are tables: outputs do not depend on what was drafted.
-
-A table gives the next token's logits for every last token, so that one batch can have thousands of rows.
-"""
+"""Choices of a whole step: host and device agree, and what was drafted changes no distribution."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,70 +14,13 @@ from speclen.worker.engine.step_plan import Proposals, StepPlan
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.noise import make_key
-from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule, TokenRule
+from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
 
-VOCAB = 5
-TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
-DRAFT = TARGET + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
-
-
-def step(
-    rule: TokenRule,
-    last: torch.Tensor,
-    k: int,
-    draft: torch.Tensor = DRAFT,
-    num_drafting: int | None = None,
-    caps: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step over table models. last: [rows], each row's pending token; the first num_drafting rows draft."""
-    drafting = len(last) if num_drafting is None else num_drafting
-    draft_ids = torch.zeros(len(last), k, dtype=torch.long)
-    current = last[:drafting]
-    for column in range(k):
-        current = rule.propose(draft[current][:, None], draft_ids[:drafting, :column])
-        draft_ids[:drafting, column] = current
-    context = torch.cat([last[:, None], draft_ids], dim=1)
-    return rule.decide(TARGET[context], draft_ids, caps)
-
-
-def rule_of(
-    batch: BatchSampling, positions: torch.Tensor, generator: torch.Generator | None, on_host: bool = False
-) -> TokenRule:
-    """The rule for rows of all kinds, or that of the host."""
-    if not on_host:
-        return SamplingRule(batch, positions, generator)
-    assert batch.on_host
-    return HostRule(batch.for_host, positions.tolist(), generator)
-
-
-def test_a_seeded_row_accepts_a_draft_that_is_the_target():
-    """Story: with the noise of another position outputs were right, but no draft was accepted."""
-    batch = BatchSampling(
-        [RowSampling(temperature=1.0, key=make_key(row, 0)) for row in range(50)], torch.device("cpu")
-    )
-    rule = SamplingRule(batch, torch.arange(50), None)
-    num_accepted, _ = step(rule, torch.zeros(50, dtype=torch.long), 4, draft=TARGET)
-    assert num_accepted.tolist() == [4] * 50
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("on_host", [False, True])
-def test_rows_that_draft_less_are_capped(sampled, on_host):
-    """Rows that do not draft come last and accept nothing; with the target as draft every other row reaches its cap."""
-    rows = [RowSampling(temperature=1.0 if sampled else 0.0)] * 6
-    batch = BatchSampling(rows, torch.device("cpu"))
-    caps = torch.tensor([4, 2, 0, 1, 0, 0])
-    rule = rule_of(batch, torch.zeros(6, dtype=torch.long), None, on_host)
-    num_accepted, tokens = step(rule, torch.zeros(6, dtype=torch.long), 4, draft=TARGET, num_drafting=4, caps=caps)
-    assert num_accepted.tolist() == caps.tolist()
-    assert tokens.shape == (6, 5)
-
-
-HOST_VOCAB, ROWS, K = 40, 60, 4
+VOCAB, ROWS, K = 40, 60, 4
 
 
 def logits_of(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, HOST_VOCAB, generator=torch.Generator().manual_seed(seed)) * 3.0
+    return torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,7 @@
-"""Outputs follow the target's distribution, whatever the draft proposes, and choosing tokens has a bounded cost.
+"""Outputs follow the target's distribution, whatever the draft proposes, and choosing tokens needs bounded memory.
 
-Rejection sampling is tested by exact enumeration; matching accepts only the target's own choice. Shapes and truncation
-are compared with loops over plain Python numbers. Cost is counted at a vocabulary of 128k, on tensors without content.
+Rejection sampling is tested by exact enumeration. Shapes and truncation
+are compared with loops over plain Python numbers. Memory is counted at a vocabulary of 128k, on tensors without content.
 """
 
 import itertools
@@ -90,24 +90,6 @@ def test_recovery_of_equal_distributions_is_the_target_itself():
     assert recovery(probs, probs[:, :1], torch.tensor([0])).tolist() == [[0.25, 0.75]]
 
 
-@pytest.mark.parametrize(
-    ("draft", "target", "cap", "accepted"),
-    [
-        ([], [5], None, 0),
-        ([1, 2, 3], [1, 2, 3, 4], None, 3),
-        ([9, 2, 3], [1, 2, 3, 4], None, 0),
-        ([1, 9, 3], [1, 2, 3, 4], None, 1),
-        ([1, 2, 3], [1, 2, 3, 4], 2, 2),
-        ([1, 2, 3], [1, 2, 3, 4], 0, 0),
-        ([1, 9, 3], [1, 2, 3, 4], 2, 1),
-    ],
-)
-def test_matching_accepts_the_agreeing_prefix(draft, target, cap, accepted):
-    caps = None if cap is None else torch.tensor([cap])
-    ids = torch.tensor([draft], dtype=torch.long).view(1, len(draft))
-    assert accept_matching(ids, torch.tensor([target]), caps).tolist() == [accepted]
-
-
 def probs_of(rows: list[RowSampling], logits: torch.Tensor) -> torch.Tensor:
     return BatchSampling(rows, logits.device).distribution(logits)
 
@@ -154,43 +136,20 @@ def test_every_seed_fits_a_signed_integer(seed):
     assert -(2**63) <= make_key(seed, 63) < 2**63
 
 
-GOLDEN, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-
-def splitmix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
-    value &= MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
-
-
-def test_the_noise_equals_its_definition():
-    """Computed here with Python's own integers; devices may differ in the last bit of a logarithm."""
-    seed, position = 2**63 + 5, 1234
-    key = make_key(seed, 2)
-    found = exponential(torch.tensor([key]), torch.tensor([[position]]), 40_001)[0, 0]
-    for token in (0, 1, 32_767, 32_768, 40_000):
-        row = splitmix(key + position * GOLDEN)
-        bits = splitmix(row + (token // 2 + 1) * GOLDEN) >> 32 * (token % 2) & 0xFFFFFFFF
-        assert float(found[token]) == pytest.approx(-math.log1p(-(bits + 0.5) * 2.0**-32), rel=3e-7)
-
-
 ROWS, LENGTH, LARGE_VOCAB = 32, 8, 128_256
 META = torch.device("meta")
 
 
-class Cost(TorchDispatchMode):
-    """Counts operators other than views, and the bytes of new tensors. most: the most bytes held at once."""
+class Memory(TorchDispatchMode):
+    """Counts the bytes of new tensors. most: the most bytes held at once."""
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
-        self.num_operators = self.held = self.most = 0
+        self.held = self.most = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.num_operators += not func.is_view
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._hold(tensor.untyped_storage())
@@ -222,30 +181,24 @@ def mixed(row: int) -> RowSampling:
 
 
 @pytest.mark.parametrize(
-    ("row", "drafting", "verifying", "bytes_each"),
+    "row",
     [
-        pytest.param(all_alike(), 1, 13, 0, id="greedy"),
-        pytest.param(all_alike(temperature=0.7), 8, 52, 13, id="drawn"),
-        pytest.param(all_alike(temperature=0.7, top_p=0.9), 21, 117, 13, id="drawn by top-p"),
-        pytest.param(all_alike(temperature=0.7, key=3), 47, 59, 17, id="with a seed"),
-        pytest.param(mixed, 73, 131, 12, id="of all kinds"),
-        pytest.param(lambda row: RowSampling(0.7, top_p=0.9, edits=edits()), 51, 147, 24, id="penalised"),
+        pytest.param(all_alike(), id="greedy"),
+        pytest.param(all_alike(temperature=0.7), id="drawn"),
+        pytest.param(all_alike(temperature=0.7, top_p=0.9), id="drawn by top-p"),
+        pytest.param(all_alike(temperature=0.7, key=3), id="with a seed"),
+        pytest.param(mixed, id="of all kinds"),
+        pytest.param(lambda row: RowSampling(0.7, top_p=0.9, edits=edits()), id="penalised"),
     ],
 )
-def test_choosing_tokens_costs_no_more_than_this(row, drafting, verifying, bytes_each):
-    """drafting: operators per draft token; verifying: those of verification; bytes_each: per row, place and token."""
+def test_choosing_tokens_takes_no_more_memory_than_is_reserved_for_it(row):
     batch = BatchSampling([row(at) for at in range(ROWS)], META)
     positions = torch.zeros(ROWS, dtype=torch.long, device=META)
     rule = SamplingRule(batch, positions, None)
     logits = torch.empty(ROWS, LENGTH + 1, LARGE_VOCAB, dtype=torch.bfloat16, device=META)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long, device=META)
-    with Cost(logits) as cost:
+    with Memory(logits) as memory:
         for column in range(LENGTH):
-            before = cost.num_operators
             rule.propose(logits[:, :1], ids[:, :column])
-            assert cost.num_operators - before <= drafting
-        before = cost.num_operators
         rule.decide(logits, ids, None)
-        assert cost.num_operators - before <= verifying
-    assert cost.most <= bytes_each * logits.numel() + 1e6
-    assert bytes_each <= SAMPLING_BYTES
+    assert memory.most <= SAMPLING_BYTES * logits.numel() + 1e6

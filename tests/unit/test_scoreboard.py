@@ -15,41 +15,6 @@ from speclen.records import Arm, StepRecord
 WITHOUT_CHANGES = [name for name, world in WORLDS.items() if not world.stages and len(world.machines) == 1]
 
 
-class Watcher(Fixed):
-    """A constant arm. reports: of every worker."""
-
-    def __init__(self, arm: Arm) -> None:
-        super().__init__({1: arm})
-        self.reports: dict[str, list[StepRecord]] = {}
-
-    def observe(self, records, worker: str) -> None:
-        self.reports.setdefault(worker, []).extend(records)
-
-
-@pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "late-and-lost", "rollout", "cpu"])
-def test_the_same_learner_twice_has_a_difference_of_zero(name):
-    variants = Variant(DEFAULT, EstimatorSettings()), Variant("again", EstimatorSettings())
-    runs = [each for seed in range(2) for each in run((name, seed), variants, 4.0)]
-    first, again = ([each for each in runs if each.variant == name] for name in (DEFAULT, "again"))
-    assert difference(again, first) == Difference(0.0, 0.0)
-    assert first[0].percent != first[1].percent  # other seeds are other runs
-
-
-@pytest.mark.parametrize("name", ["own-h200", "rollout"])
-def test_a_world_is_independent_of_the_arms(name):
-    """The load at each moment and the noise of each step are those of the seed."""
-    scene = Scene(WORLDS[name], 1, 4.0)
-    worker, other = (Worker(scene.workers[0], Watcher(arm), score_of(scene)) for arm in (Arm(0), Arm(5)))
-    for each in (worker, other):
-        while each.now_s < 3.0:
-            each.step()
-            assert each.batch_size == scene.workers[0].load.sizes[scene.workers[0].load.index_at(each.now_s)]
-
-
-def score_of(scene: Scene):
-    return play(Watcher(Arm(0)), scene)
-
-
 def follow(scene: Scene) -> Learner:
     """The oracle of a world that does not change."""
     truth, limits = scene.workers[0].truths[0], scene.world.limits

@@ -78,14 +78,6 @@ def test_impossible_seqs_pass_the_window_to_be_refused_later():
     assert window.applied_seq == 2**63 - 1
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[[1]]", "[[3, 2]]", "[[1, 2], [2, 3]]", "[[8, 10]]", '[["1", 2]]', "[[-1, 2]]"]
-)
-def test_invalid_ranges_are_refused(text):
-    with pytest.raises(ValueError, match="ranges"):
-        SeqWindow(10, text)
-
-
 def test_gaps_beyond_the_bound_are_forgotten_oldest_first():
     window = SeqWindow()
     for number in range(MAX_RANGES + 10):
@@ -108,17 +100,6 @@ def registration(worker_id="w", epoch=7, key=KEY, limits=LIMITS) -> Registration
     return Registration(worker_id, epoch, key, limits)
 
 
-def test_the_same_incarnation_continues_where_it_was():
-    known = registry()
-    worker = known.register(registration())
-    for seq in (1, 2, 3):
-        worker.seqs.admit(seq)
-    worker.durable_seq = 2
-    again = known.register(registration())
-    assert again is worker
-    assert (again.seqs.applied_seq, again.durable_seq) == (3, 2)
-
-
 def test_a_new_incarnation_starts_over_but_keeps_its_key_and_counts():
     known = registry()
     worker = known.register(registration())
@@ -138,14 +119,6 @@ def test_one_incarnation_has_one_context():
     with pytest.raises(InvalidMessageError, match="another context"):
         known.register(registration(key=OTHER))
     assert OTHER not in known.contexts
-
-
-def test_a_context_has_the_largest_limits_of_its_workers():
-    known = registry()
-    known.register(registration("a", limits=Limits(8, 6)))
-    known.register(registration("b", limits=Limits(32, 2)))
-    assert known.contexts[KEY].limits == Limits(32, 6)
-    assert known.workers["a"].limits == Limits(8, 6)
 
 
 def test_numbers_are_bounded_and_the_flag_is_named():

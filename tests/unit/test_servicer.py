@@ -73,27 +73,6 @@ async def narrow_channel(port: int) -> AsyncIterator[Any]:
         yield rpc.GenerationServiceStub(channel)
 
 
-async def test_a_slow_reader_does_not_keep_the_outputs_of_others():
-    """Its request ends already when more comes for it, and with that the other's last tokens, in one delivery."""
-
-    async with served() as at:
-        relay, slow, other = OutputRelay(asyncio.get_running_loop(), 60.0), OutputStream(), OutputStream()
-
-        async def write() -> None:
-            async with at.async_engine.reading(slow):
-                await asyncio.sleep(60)
-
-        writing = asyncio.create_task(write())
-        await asyncio.sleep(0.01)
-        slow.put(SequenceOutput("slow", 0, (1,) * (MAX_WAITING_TOKENS + 1), ""))
-
-        for stream, name in ((slow, "slow"), (other, "other")):  # between the timeout and the end of the write
-            relay.put(stream, SequenceOutput(name, 0, (1,), "", finish_reason=FinishReason.LENGTH))
-        assert len(await asyncio.wait_for(other.next(), PATIENCE_S)) == 1
-        with pytest.raises(SlowReaderError):
-            await writing
-
-
 async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str) -> int:
     """Tokens that a request of this caller gets."""
     async with engine.open(uuid.uuid4().hex) as stream, engine.running([request], stream, caller, 0.0) as outputs:

@@ -17,7 +17,6 @@ from tests.support.store_rows import (
     moment,
     rows,
     store_now,
-    system_sqlite_rows,
     worker,
 )
 
@@ -56,16 +55,6 @@ def test_current_choice_has_one_row_per_range_with_the_gain_and_the_last_reason(
     assert (other["batch_bucket"], other["arm"], other["reason"], other["speedup"]) == ("5-8", "plain", "first", 1.0)
 
 
-def test_decision_history_is_newest_first_with_both_estimates(store):
-    previous = {"previous_speculation_length": 2, "previous_ngram": False, "previous_ms_per_token": 12.0}
-    second = decision(2, 0, ngram=True, ms_per_token=11.0, **previous)
-    store_now(store, Commit(contexts=[context()], decisions=[decision(1, 2), second]))
-    newest, oldest = view(store, "decision_history")
-    assert (newest["previous_arm"], newest["arm"]) == ("draft 2", "n-gram")
-    assert (newest["previous_ms_per_token"], newest["ms_per_token"]) == (12.0, 11.0)
-    assert (oldest["previous_arm"], oldest["arm"], oldest["decision_version"]) == (None, "draft 2", 1)
-
-
 def test_prediction_error_sums_the_commits_of_a_minute(store):
     minute = int(NOW // 60 * 60)
     first, second = (
@@ -92,6 +81,7 @@ def test_worker_health_shows_when_a_worker_was_last_active(store, age_s, status)
     assert (row["durable_seq"], row["num_repeated"], row["num_missing"], row["num_refused"]) == (12, 3, 1, 2)
 
 
+<<<<<<< HEAD
 VIEWS = ["learned_table", "current_choice", "choices", "decision_history", "prediction_error", "worker_health"]
 
 
@@ -106,6 +96,8 @@ def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
         assert here == there
 
 
+=======
+>>>>>>> 455867ee (Test the engine's parts through the engine)
 def size(batch_size: int, step_s: float, plain_s: float = 0.02, num_steps: int = 9, num_plain: int = 0, **changes):
     """Estimates at one batch size: an arm in use that yields two tokens, and plain decoding."""
     best = {"is_best": True, "expected_tokens": 2.0, "ngram": True}

@@ -53,39 +53,3 @@ def test_the_largest_exact_number_is_a_bound():
 def test_a_schema_that_is_too_deep_is_refused_in_a_sentence(depth):
     with pytest.raises(ValueError, match=r"is nested too deeply|recursion limit exceeded"):
         source(StructuredOutput("json_schema", '{"not": ' * depth + "{}" + "}" * depth))
-
-
-FUNCTIONS = [
-    [
-        "add",
-        {
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/Number"}},
-            "required": ["a"],
-            "additionalProperties": False,
-            "$defs": {"Number": {"type": "integer", "format": "int32"}},
-        },
-    ],
-    ['s"ay', {"type": "object", "properties": {}, "additionalProperties": False}],
-]
-ADD, SAY = call_head("add") + '{"a": 5}}', call_head('s"ay') + "{}}"
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "allowed"),
-    [
-        ("calls", f"[{ADD}]", True),
-        ("calls", f"[{SAY}, {ADD}]", True),
-        ("call", f"[{SAY}]", True),
-        ("call", f"[{SAY}, {ADD}]", False),
-        ("calls", "[]", False),
-        ("calls", f"[{ADD}".replace(" 5", "5") + "]", False),
-        ("arguments", '{"a": 5}', True),
-        ("arguments", '{"a":  5}', False),
-        ("calls", f"[{ADD}".replace('"a": 5', '"a": "5"'), False),
-        ("calls", f"[{call_head('gone')}{{}}}}]", False),
-    ],
-)
-def test_calls_are_a_list_of_the_functions_with_arguments_of_their_schemas(kind, text, allowed):
-    assert allows(kind, FUNCTIONS[0][1] if kind == "arguments" else FUNCTIONS, text) is allowed
-    assert not allowed or json.loads(text)

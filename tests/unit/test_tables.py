@@ -94,12 +94,6 @@ def test_the_words_hold_the_choice_its_rival_and_plain_decoding():
     assert words[5] == "The choice last changed (yesterday) from nothing to 'draft 3': it was better."
 
 
-@pytest.mark.parametrize("rows", [[], [row(PLAIN, 8.0)], [row(PLAIN, 8.0, True, batch_max=3)]])
-def test_a_batch_size_without_an_arm_in_use_is_refused(rows):
-    with pytest.raises(ValueError, match="nothing is known about batch size 4 yet"):
-        rows_at(4, rows)
-
-
 def test_a_stored_choice_is_explained(tmp_path):
     path = write_database(tmp_path / "s.db")
     previous = {"previous_speculation_length": 2, "previous_ngram": True}

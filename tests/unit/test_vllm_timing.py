@@ -179,38 +179,6 @@ def test_a_probe_is_long_enough_for_a_usable_time_and_no_longer(name, timed, num
         assert all(error < (0.08 if timed else 0.03) for error in errors(MACHINES[name], usable))
 
 
-def shapes(**changes: Any) -> list[StepShape]:
-    """Steps N - 2 to N + 1, alike but for the changes: by letter (a to d) and attribute."""
-    found = [StepShape(8, 3, 3, with_prefill=False, was_queued=True) for _ in range(4)]
-    for name, value in changes.items():
-        setattr(found["abcd".index(name[0])], name[2:], value)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({}, set()),
-        ({"a_verified": 2}, {StepFlag.CHANGED_ARM}),
-        ({"a_drafted": 2}, {StepFlag.CHANGED_ARM}),
-        ({"d_drafted": 2}, {StepFlag.CHANGED_ARM}),
-        ({"c_was_queued": False}, {StepFlag.OVERLAP}),
-        ({"d_with_prefill": True}, {StepFlag.PREFILL}),
-        ({"b_with_prefill": True}, set()),  # its time was over when this one's began
-        ({"d_is_first": True}, {StepFlag.FIRST_USE}),
-        ({"b_num_decoding": 9}, set()),
-        ({"d_num_decoding": 7}, set()),
-        ({"b_num_decoding": 9, "d_num_decoding": 7}, {StepFlag.OVERLAP}),
-        ({"b_num_decoding": 32, "c_num_decoding": 32, "d_num_decoding": 36}, set()),  # an eighth more
-        ({"b_num_decoding": 32, "c_num_decoding": 32, "d_num_decoding": 37}, {StepFlag.OVERLAP}),
-        ({"a_num_decoding": 1}, set()),
-    ],
-)
-def test_flags_follow_from_the_neighbouring_steps(changes, flags):
-    *before, step, following = shapes(**changes)
-    assert overlap_flags(before, step, following) == flags
-
-
 @pytest.mark.parametrize(
     ("name", "timed", "usable"),
     [("host-bound", False, "---++++++++-" + "-++"), ("device-bound", True, "--+++++++++-" + "-+")],
