@@ -78,16 +78,18 @@ def test_fused_attention_equals_plain_attention(
         torch.testing.assert_close(found[row].float(), plain.transpose(0, 1), **close)
 
 
-def test_an_engine_with_fused_kernels_generates_the_same_tokens(monkeypatch):
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])  # with windows, with normalised heads
+def test_an_engine_with_fused_kernels_generates_the_same_tokens(family, monkeypatch):
     """All passes are captured before serving; there are more requests than slots, and prompts arrive while others decode."""
     settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 64, "prefill_chunk": 24}
     requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=4) for at in range(4)]
-    expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
+    pair, chooser = engines.make_pair(family), engines.RandomLengths(1, 2)
+    expected = engines.generate(engines.make_engine(pair, chooser, **settings), *requests)
     monkeypatch.setattr(llama, "kernels_for", lambda device: fused)
     monkeypatch.setattr(captured_model, "MOST_BLOCKS", 4)  # the interpreter takes seconds for 32
     monkeypatch.setattr(captured_model, "SIZES", (1, 2, 3, 4))
     chooser = engines.RandomLengths(1, 2)
-    engine = engines.make_engine(chooser=chooser, recorder=RerunRecorder(), record_ahead_s=600, **settings)
+    engine = engines.make_engine(pair, chooser, RerunRecorder(), record_ahead_s=600, **settings)
     models = [engine.target, engine.draft]
     before = [model.num_first_uses for model in models]
     found = engines.generate(engine, *requests)

@@ -32,21 +32,6 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "wanted"),
-    [
-        ({"tool_choice": "required"}, "calls", BOTH),
-        ({"tool_choice": "required", "parallel_tool_calls": True}, "calls", BOTH),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, "call", BOTH),
-        ({"tool_choice": named("add")}, "arguments", SCHEMA),
-        ({"tool_choice": named('s"ay'), "parallel_tool_calls": False}, "arguments", EMPTY),
-    ],
-)
-def test_a_forced_call_is_a_constraint_on_the_output(fields, kind, wanted):
-    (asked,) = from_tools(chat(tools=TOOLS, **fields))
-    assert (asked.kind, json.loads(asked.text), asked.field) == (kind, wanted, "tools")
-
-
-@pytest.mark.parametrize(
     "fields",
     [{}, {"tools": []}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "none"}],
 )
@@ -112,22 +97,15 @@ def answer(choice: Any) -> Answer:
     return Answer(job, "tiny", tiny_models.tokenizer())
 
 
-@pytest.mark.parametrize(("choice", "text", "reason", "calls", "told"), OUTPUTS)
-def test_the_calls_of_a_whole_output(choice, text, reason, calls, told):
-    one = answer(choice)
-    one.add(outputs(text, 5, reason))
-    (found,) = one.whole()["choices"]
-    assert (found["message"]["content"], found["finish_reason"]) == (None, told)
-    assert [
-        (call["function"]["name"], call["function"]["arguments"]) for call in found["message"]["tool_calls"]
-    ] == calls
-    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in found["message"]["tool_calls"])
-
-
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("choice", "text", "reason", "calls", "told"), OUTPUTS)
-def test_the_calls_of_a_stream(choice, text, reason, calls, told, size):
-    """The entries of a call, put together by their index, as clients do it."""
+def test_callers_receive_the_calls_of_an_output(choice, text, reason, calls, told, size):
+    """Of a stream, clients put the entries of a call together by their index."""
+    one = answer(choice)
+    one.add(outputs(text, size, reason))
+    (found,) = one.whole()["choices"]
+    whole = [(call["function"]["name"], call["function"]["arguments"]) for call in found["message"]["tool_calls"]]
+    assert (found["message"]["content"], found["finish_reason"], whole) == (None, told, calls)
     one = answer(choice)
     chunks = [*one.begin(), *(chunk for output in outputs(text, size, reason) for chunk in one.chunks([output]))]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
