@@ -121,120 +121,49 @@ def test_a_failing_callback_does_not_affect_other_requests():
     assert len(collected.ids("x")) == 5
 
 
-# The engine's own end.
-
-
-class Running:
-    """An engine that runs on an EngineThread, and the outputs of its requests."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.engine = make_engine(**settings)
-        self.collected, self.ended = Collected(), threading.Semaphore(0)
-        self.thread = EngineThread()
-        self.thread.start()
-
-    def tell(self, output: SequenceOutput) -> None:
-        self.collected(output)
-        if output.finish_reason is not None:
-            self.ended.release()
-
-    def submit(self, name: str, **sampling: Any) -> None:
-        self.engine.submit(request(name, PROMPT, ignore_eos=True, **sampling), self.tell)
-
-    def start(self) -> Future[None]:
-        self.future = self.thread.call(self.engine.run)
-        return self.future
-
-    def wait(self, num_ended: int = 1) -> None:
-        assert all(self.ended.acquire(timeout=PATIENCE_S) for _ in range(num_ended))
-
-    def stop(self) -> None:
-        self.engine.stop()
-        assert self.future.result(PATIENCE_S) is None
-
-
-def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch):
-    """Story: an error while its sampling state was made also ended the sequences that were decoding."""
-    running, honest = Running(), SequenceState.start_sampling
-    monkeypatch.setattr(
-        SequenceState, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
-    )
-    for name in ("a", "bad", "b"):
-        running.submit(name, max_tokens=10)
-    running.start()
-    running.wait(3)
-    assert running.collected.last("bad").error == "MemoryError: no room"
-    assert [running.collected.reason(name) for name in "ab"] == [FinishReason.LENGTH] * 2
-    running.stop()
-    assert running.engine.load().num_kv_tokens_used == 0
-    assert running.engine.scheduler.num_reserved_tokens == 0
+# Outside of a step.
 
 
 def fail(*args: object, **options: object) -> NoReturn:
     raise MemoryError("no room")
 
 
-def fail_at(
-    owner: object,
-    name: str,
-    calls: Collection[int],
-    monkeypatch: pytest.MonkeyPatch,
-    failing: Callable[[], object] = fail,
-) -> None:
-    """Let the given calls of a method fail, counted from 1."""
-    honest, count = getattr(owner, name), itertools.count(1)
-    monkeypatch.setattr(owner, name, lambda *args: failing() if next(count) in calls else honest(*args))
+def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch):
+    """Story: an error while its sampling state was made also ended the sequences that were decoding."""
+    engine, honest = make_engine(), SequenceState.start_sampling
+    monkeypatch.setattr(
+        SequenceState, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
+    )
+    collected = generate(engine, *(request(name, PROMPT, max_tokens=10, ignore_eos=True) for name in ("a", "bad", "b")))
+    assert collected.last("bad").error == "MemoryError: no room"
+    assert [collected.reason(name) for name in "ab"] == [FinishReason.LENGTH] * 2
+    assert engine.load().num_kv_tokens_used == 0
+    assert engine.scheduler.num_reserved_tokens == 0
 
 
 def test_an_exception_outside_a_step_aborts_requests_and_the_engine_continues(monkeypatch):
     """Story: decoding sequences were released outside inference mode, which failed and ended the engine's thread."""
-    running = Running(max_batch_size=2, chooser=0)
-    fail_at(running.engine.scheduler, "admit", [6], monkeypatch)
+    engine, collected, left = make_engine(max_batch_size=2, chooser=0), Collected(), [*"abcd", "after"]
+    honest, count = engine.scheduler.admit, itertools.count(1)
+    monkeypatch.setattr(engine.scheduler, "admit", lambda: fail() if next(count) == 6 else honest())
+
+    def tell(output: SequenceOutput) -> None:
+        collected(output)
+        if output.finish_reason is None:
+            return
+        left.remove(output.request_id)
+        if left == ["after"]:
+            engine.submit(request("after", PROMPT, max_tokens=8, ignore_eos=True), tell)
+        elif not left:
+            engine.stop()
+
     for name in "abcd":
-        running.submit(name, max_tokens=200 if name == "a" else 100)
-    running.start()
-    running.wait(4)
+        engine.submit(request(name, PROMPT, max_tokens=100, ignore_eos=True), tell)
+    engine.run()
     for name in "abcd":
-        assert running.collected.reason(name) is FinishReason.ABORT
-        assert running.collected.last(name).error == "MemoryError: no room"
-    running.submit("after", max_tokens=8)
-    running.wait()
-    assert running.collected.ids("after") == generate(
-        make_engine(), request("x", PROMPT, max_tokens=8, ignore_eos=True)
-    ).ids("x")
-    running.stop()
-    assert running.engine.failure is None
-    assert engines.DEVICE.type != "cpu" or running.engine.target.pool.num_bytes_held() == 0
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
-def test_when_the_engine_ends_every_request_gets_an_error(monkeypatch, error):
-    """Story: its thread had ended, the worker still reported SERVING, and every request waited without end."""
-    running = Running(max_batch_size=2, chooser=0)
-    engine = running.engine
-
-    def failing(*args: object) -> NoReturn:
-        running.submit("incoming", max_tokens=5)
-        raise error
-
-    if isinstance(error, Exception):
-        fail_at(engine.scheduler, "admit", [4], monkeypatch)
-        monkeypatch.setattr(engine.scheduler, "clear", failing)  # the way back fails as well
-    else:
-        fail_at(engine.scheduler, "admit", [4], monkeypatch, failing)
-    for name in "abc":
-        running.submit(name, max_tokens=100)
-    future = running.start()
-    running.wait(4)
-    for name in ("a", "b", "c", "incoming"):
-        last = running.collected.last(name)
-        assert last.finish_reason is FinishReason.ABORT
-        assert last.error.startswith("the engine has ended")
-    with pytest.raises(EngineFailedError, match="restart the worker"):
-        running.submit("late")
-    with pytest.raises(EngineFailedError):
-        future.result(PATIENCE_S)
-    assert engine.failure is future.exception()
-    assert engine.failure.__cause__ is error
-    assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
-    assert not engine.abort("a")
+        assert collected.reason(name) is FinishReason.ABORT
+        assert collected.last(name).error == "MemoryError: no room"
+    alone = generate(make_engine(), request("x", PROMPT, max_tokens=8, ignore_eos=True))
+    assert collected.ids("after") == alone.ids("x")
+    assert engine.failure is None
+    assert engines.DEVICE.type != "cpu" or engine.target.pool.num_bytes_held() == 0

@@ -30,11 +30,6 @@ from tests.support.waiting import PATIENCE_S
 pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
 
 
-def load(model: Any, dtype: torch.dtype) -> Any:
-    layers = inspect_layers(private_copy(model), "model")
-    return openvino.load(model, BlockPool(layers, 2, 256, dtype), 256)
-
-
 def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **settings: Any) -> str:
     """Why torch runs the pair although OpenVINO may."""
     pair = engines.make_pair(family, **settings)
@@ -83,18 +78,6 @@ def test_openvino_sends_no_telemetry():
     ).stdout
     assert "openvino.tools.ovc" in told.split()
     assert not [name for name in told.split() if name.startswith("openvino_telemetry.")]
-
-
-@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_weights_stay_alive_until_the_first_pass(dtype):
-    """A compiled model copies weights at its first pass, by which time the loaded model may have been released."""
-    model = tiny_models.build("llama").to(dtype)
-    weights = [weakref.ref(weight) for weight in model.parameters() if weight.dim() > 1]
-    compiled = load(model, dtype)
-    del model
-    gc.collect()
-    assert not any(weight() is not None for weight in weights), "the model itself is not kept"
-    check_model(compiled, tiny_models.build("llama").to(dtype), "llama")
 
 
 def test_sequences_that_do_not_fit_into_memory_fall_back_to_torch(caplog, monkeypatch):

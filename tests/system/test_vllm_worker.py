@@ -1,23 +1,93 @@
-"""vLLM as a worker: it joins a controller, takes its table, and reports.
+"""vLLM as a worker: it joins a controller, takes its table and reports; each problem is one log line, and it keeps serving.
 
 The scheduler's hooks run on a base with vLLM's interface (fake_vllm); the controller is a real one.
 """
 
+import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from speclen.controller.estimator import EstimatorSettings
 from speclen.integrations.vllm import settings, startup
 from speclen.integrations.vllm.steering import MIN_SAMPLES
 from speclen.process.embedded import serving
 from tests.support import fake_vllm
-from tests.support.vllm_serving import UNREACHABLE, check_reported, controller, joined, serve
-from tests.support.waiting import until
+from tests.support.control_fakes import served
+from tests.support.waiting import PATIENCE_S, until
+
+UNREACHABLE = "127.0.0.1:9"  # the discard port: nothing listens there
+
+
+def serve(scheduler, num_steps=20, num_requests=2):
+    """Steps as vLLM's engine takes them, one ahead where they overlap; the lengths that were drafted."""
+    for number in range(num_requests):
+        scheduler.add(f"r{number}", 10)
+    lengths, in_flight, is_overlapped = [], [], isinstance(scheduler, fake_vllm.AsyncScheduler)
+    for _ in range(num_steps):
+        in_flight.append(scheduler.schedule())
+        lengths.append(in_flight[-1].num_spec_tokens_to_schedule)
+        if len(in_flight) > is_overlapped:
+            end(scheduler, in_flight.pop(0))
+        time.sleep(0.001)
+    for output in in_flight:
+        end(scheduler, output)
+    return lengths
+
+
+def end(scheduler, output):
+    """The result of a step: every sequence accepts one token."""
+    drafts = output.scheduled_spec_decode_tokens
+    rows = {name: min(1, len(drafts.get(name, ()))) for name in output.num_scheduled_tokens}
+    scheduler.update_from_output(output, fake_vllm.sampled(rows))
+    if not isinstance(scheduler, fake_vllm.AsyncScheduler):
+        scheduler.update_draft_token_ids(output)
+
+
+def joined(scheduler):
+    """The scheduler, known to its controller."""
+    until(lambda: scheduler.steering.control.connected, what="joined")
+    return scheduler
+
+
+def check_reported(scheduler):
+    """All of its reports are on the controller's disk, and none was refused."""
+    control = scheduler.steering.control
+    until(lambda: not control.buffer, what="reports on disk")
+    assert control.num_refused == 0
+
+
+@contextlib.contextmanager
+def controller(tmp_path, length=2, **options):
+    """A controller in its own thread, since the test's thread is the engine. length: the one that it always selects."""
+    believed = EstimatorSettings(cold_length=length, hysteresis=1e3, explored=1e-9)
+    ready, ended, found = threading.Event(), threading.Event(), []
+
+    async def hold():
+        async with served(tmp_path, **options) as each:
+            each.service.estimators.settings = believed
+            found.append(each)
+            ready.set()
+            while not ended.is_set():
+                await asyncio.sleep(0.02)
+
+    thread = threading.Thread(target=lambda: asyncio.run(hold()))
+    thread.start()
+    assert ready.wait(PATIENCE_S)
+    try:
+        yield found[0]
+    finally:
+        ended.set()
+        thread.join()
+
 
 SLOW_S = 0.4
 
@@ -207,3 +277,95 @@ def test_an_unusable_data_directory_is_one_warning_and_vllm_keeps_serving(tmp_pa
         assert serve(scheduler)[1:] == [5] * 19
     [told] = caplog.records
     assert "name another directory with SPECLEN_DATA_DIR" in told.getMessage()
+
+
+# What goes wrong.
+
+
+def test_without_a_controller_the_configured_lengths_stay_and_one_line_is_logged(scheduler_for, caplog):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
+        assert serve(scheduler, num_requests=2)[1:] == [5] * 19
+        assert serve(scheduler, num_requests=6)[1:] == [2] * 19
+        until(lambda: "no controller yet" in caplog.text, what="told")
+        time.sleep(1.5)  # two more attempts
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert UNREACHABLE in told[0]
+    assert "correct SPECLEN_CONTROLLER" in told[0], "the way out"
+
+
+NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("variables", "changes", "named", "way_out"),
+    [
+        ({"SPECLEN_CONTROLLER": "off"}, {}, "SPECLEN_CONTROLLER", "is off"),
+        ({"SPECLEN_WORKER_POLICY": "n-gram"}, {}, "n-gram is not known here", "--speculative-config"),
+        ({"SPECLEN_WORKER_POLICY": "fixed:9"}, {}, "fixed:9", "raise that"),
+        ({"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": "/no/such"}, {}, "CONTROLLER_TOKEN_FILE /no/such", "cannot be read"),
+        ({}, {"speculative_config__method": "medusa"}, "'medusa'", "use one of draft_model"),
+        ({}, NO_TABLE, "num_speculative_tokens_per_batch_size", "[[1, 8, 5]]"),
+    ],
+)
+def test_bad_input_is_one_warning_and_vllm_keeps_serving(scheduler_for, caplog, variables, changes, named, way_out):
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
+        scheduler = scheduler_for(fake_vllm.config(**changes), **{"SPECLEN_CONTROLLER": UNREACHABLE, **variables})
+        serve(scheduler)
+    [told] = caplog.records
+    assert told.levelno == logging.WARNING
+    assert named in told.getMessage()
+    assert way_out in told.getMessage()
+    assert scheduler.steering is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda patch: fake_vllm.install(patch, "0.31.0"), "vLLM is 0.31.0: upgrade it to 0.33"),
+        (lambda patch: patch.delitem(sys.modules, "vllm.v1.outputs"), "vllm.v1.outputs"),
+    ],
+)
+def test_an_unsupported_vllm_is_one_warning_and_keeps_serving(monkeypatch, scheduler_for, caplog, change, words):
+    change(monkeypatch)
+    with caplog.at_level(logging.WARNING, logger=settings.LOGGER):
+        scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
+        assert scheduler.steering is None
+        serve(scheduler)
+    assert [words in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+def test_a_wrong_token_and_another_run_are_logged_with_advice(tmp_path, scheduler_for, caplog):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("fedcba9876543210fedcba9876543210")
+    at_info = caplog.at_level(logging.INFO, logger=settings.LOGGER)
+    with at_info, controller(tmp_path, token_file=token, run_id="a") as there:
+        variables = {"SPECLEN_CONTROLLER": there.address, "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(wrong)}
+        refused = scheduler_for(**variables)
+        until(lambda: "UNAUTHENTICATED" in caplog.text, what="refused")
+        assert "SPECLEN_WORKER_CONTROLLER_TOKEN_FILE" in caplog.text
+        assert serve(refused)[1:] == [5] * 19
+        other = scheduler_for(SPECLEN_WORKER_CONTROLLER_TOKEN_FILE=str(token), SPECLEN_WORKER_RUN_ID="b")
+        until(lambda: "FAILED_PRECONDITION" in caplog.text, what="refused")
+        assert "SPECLEN_WORKER_RUN_ID" in caplog.text
+        assert serve(other)[1:] == [5] * 19
+
+
+@pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
+def test_a_failure_in_a_hook_disables_the_hooks_alone(scheduler_for, caplog, hook):
+    scheduler = scheduler_for(SPECLEN_CONTROLLER=UNREACHABLE)
+    steering = scheduler.steering
+
+    def fail(*_):
+        raise RuntimeError("a fault of ours")
+
+    setattr(steering, hook, fail)
+    with caplog.at_level(logging.INFO, logger=settings.LOGGER):
+        serve(scheduler)
+    assert "a fault of ours" in caplog.text
+    assert "vLLM serves on" in caplog.text
+    assert scheduler.steering is None
+    steering.reporting.stop()

@@ -1,4 +1,4 @@
-"""A step never waits for the controller, no report is lost between the two, and a probe is used once."""
+"""Reports wait for a controller and reach it; a worker that was started again is the newer one."""
 
 import asyncio
 import contextlib
@@ -19,51 +19,36 @@ from tests.support.control_parts import FIRST, LIMITS, QUICK, client, probe, ste
 from tests.support.waiting import on_loop_until as until
 
 
-def table(arm: Arm, version: int) -> pb.Table:
-    choice = pb.Choice(
-        batch_min=1, batch_max=LIMITS.max_batch_size, speculation_length=arm.speculation_length, ngram=arm.ngram
-    )
-    return pb.Table(decision_version=version, choices=[choice])
+CHOICE = pb.Choice(batch_min=1, batch_max=LIMITS.max_batch_size, speculation_length=3)
+TABLE = pb.Table(decision_version=1, choices=[CHOICE])
 
 
 class FakeController(rpc.ControlServiceServicer):
-    """Keeps every report it gets; `acknowledge`: says that they are durable; `hang_up_after` ends a stream early.
+    """Keeps the seqs of reports; `acknowledge`: says that they are durable; `hang_up`: ends a stream at its first message.
 
     newest_epoch: workers of older epochs are refused.
     """
 
     def __init__(self) -> None:
         self.seqs: list[int] = []
-        self.reports: list[pb.StepReport] = []
         self.epochs: list[int] = []
-        self.num_streams = 0
-        self.acknowledge = True
-        self.hang_up_after: int | None = None
-        self.newest_epoch = 0
-        self.arm = Arm(3, ngram=True)
-        self.sample_every = 0
-        self.probes: list[pb.Probe] = []
+        self.num_streams = self.newest_epoch = 0
+        self.acknowledge, self.hang_up = True, False
 
     async def RegisterWorker(self, request, context):  # noqa: N802
         self.epochs.append(request.worker.epoch)
         if request.worker.epoch < self.newest_epoch:
             newest = ((control_stream.NEWEST_EPOCH, str(self.newest_epoch)),)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an older epoch", newest)
-        return pb.RegisterWorkerResponse(table=table(self.arm, 1), durable_seq=0, sample_every=self.sample_every)
+        return pb.RegisterWorkerResponse(table=TABLE, durable_seq=0)
 
     async def StreamReports(self, request_iterator, context):  # noqa: N802
         self.num_streams += 1
-        count = 0
         async for request in request_iterator:
-            self.reports += request.reports
             self.seqs += [report.seq for report in request.reports]
-            count += len(request.reports)
             durable = self.seqs[-1] if self.seqs and self.acknowledge else 0
-            probes, self.probes = self.probes, []
-            yield pb.StreamReportsResponse(
-                durable_seq=durable, applied_seq=durable, probes=probes, sample_every=self.sample_every
-            )
-            if self.hang_up_after is not None and count >= self.hang_up_after:
+            yield pb.StreamReportsResponse(durable_seq=durable, applied_seq=durable)
+            if self.hang_up:
                 return
 
 
@@ -93,38 +78,6 @@ def test_without_a_controller_the_first_table_is_used_and_reports_wait():
     assert not control.wants_evaluations, "nobody would read them"
 
 
-async def test_the_table_comes_from_the_controller_and_reports_go_to_it():
-    controller = FakeController()
-    async with joined(controller) as control:
-        assert control.wants_evaluations
-        arm, version, _ = control.choose(2)
-        flags = frozenset({StepFlag.PREFILL})
-        for _ in range(300):
-            control.report(step(2, arm, decision_version=version, flags=flags))
-        await until(lambda: len(controller.seqs) == 300)
-        await until(lambda: not control.buffer)
-    assert control.table.arms[1] == controller.arm
-    assert controller.seqs == list(range(1, 301))
-    last = controller.reports[-1]
-    assert (last.batch_size, last.speculation_length, last.ngram, last.decision_version) == (2, 3, True, 1)
-    assert list(last.flags) == [pb.STEP_FLAG_PREFILL]
-    assert control.buffer.num_dropped == 0
-
-
-async def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
-    controller = FakeController()
-    controller.acknowledge = False
-    controller.hang_up_after = 10
-    async with joined(controller) as control:
-        for _ in range(10):
-            control.report(step())
-        await until(lambda: controller.num_streams >= 2)
-        controller.acknowledge, controller.hang_up_after = True, None
-        await until(lambda: not control.buffer)
-    assert set(controller.seqs) == set(range(1, 11))
-    assert len(controller.seqs) > 10
-
-
 async def test_a_report_that_no_message_can_hold_is_dropped_alone():
     controller = FakeController()
     async with joined(controller) as control:
@@ -143,22 +96,11 @@ async def test_a_worker_whose_clock_was_set_back_is_still_the_newer_incarnation(
     async with joined(controller) as control:
         assert control.card.epoch == 1001
         # But what has been here before, and is followed by another incarnation, comes back no more.
-        controller.newest_epoch, controller.hang_up_after = 2000, 0
+        controller.newest_epoch, controller.hang_up = 2000, True
         await until(lambda: len(controller.epochs) > 4)
         assert not control.connected
     assert controller.epochs[:2] == [1, 1001]
     assert set(controller.epochs[2:]) == {1001}
-
-
-async def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
-    controller = FakeController()
-    controller.probes = [probe()]
-    async with joined(controller, follow=False) as control:
-        control.report(step())
-        await until(lambda: controller.seqs == [1])
-        await until(lambda: not control.buffer)
-        assert control.choose(1) == ArmChoice(FIRST)
-        assert not control.wants_evaluations
 
 
 async def test_the_last_reports_of_an_ending_worker_are_sent_at_once():

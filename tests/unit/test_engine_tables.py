@@ -1,7 +1,7 @@
 """A learned table in another engine's format keeps that engine's rules and holds the same lengths.
 
 The rules are those of vLLM 0.33 (validate_and_normalize_dynamic_sd_schedule), TensorRT-LLM (validate_draft_len_schedule) and
-SGLang 0.5.23 (adaptive_spec_params). `scripts/vllm_check` asks vLLM's own validator, tests/slow/test_exports.py SGLang's.
+SGLang 0.5.23 (adaptive_spec_params). `scripts/vllm_check` asks vLLM's own validator.
 """
 
 import json

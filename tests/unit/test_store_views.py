@@ -134,37 +134,3 @@ def test_figures_of_a_range_are_means_by_the_steps_at_its_sizes_whatever_their_a
 )
 def test_a_range_has_one_arm_at_about_one_cost(store, other, buckets):
     assert [row["batch_bucket"] for row in choices(store, size(3, 0.020), other)] == buckets
-
-
-@pytest.mark.parametrize(("busiest", "arm", "equal"), [(1, "draft 2", "draft 3"), (3, "draft 3", "draft 2")])
-def test_choices_join_sizes_whose_arms_the_evidence_cannot_tell_apart(store, busiest, arm, equal):
-    """The other arm is 1% slower. Its uncertainty beyond the machine's, 1%, is 5% at sizes 1 to 3, and 0.2% at size 4."""
-    known, unknown, near = (
-        {"ms_per_token_low": 10 - half, "ms_per_token_high": 10 + half} for half in (0.1, 0.5, 0.102)
-    )
-    rows_of = [
-        [
-            estimate(
-                *(length, batch_size, batch_size),
-                step_s=step_s,
-                is_best=step_s == 0.02,
-                expected_tokens=2.0,
-                num_steps=90 if batch_size == busiest else 9,
-                **interval,
-            )
-        ]
-        for batch_size, length, step_s, interval in [
-            (1, 2, 0.02, known),
-            (1, 3, 0.0202, unknown),
-            (2, 2, 0.02, unknown),  # never run, like its rival
-            (2, 3, 0.0202, unknown),
-            (3, 2, 0.0202, unknown),
-            (3, 3, 0.02, known),
-            (4, 2, 0.0202, near),
-            (4, 3, 0.02, known),
-        ]
-    ]
-    first, second = choices(store, *rows_of)
-    assert (first["batch_bucket"], first["arm"], first["equal_arms"]) == ("1-3", arm, equal)
-    assert (first["longer_ms_per_token"] is None, first["shorter_ms_per_token"] is None) == (busiest == 3, busiest == 1)
-    assert (second["batch_bucket"], second["arm"], second["equal_arms"]) == ("4", "draft 3", None)

@@ -10,7 +10,7 @@ from speclen.worker.frontend.grammars import call_head
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import ChatRequest
-from speclen.worker.http.translate import Job, from_tools, structured_output
+from speclen.worker.http.translate import Job, structured_output
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from tests.support import tiny_models
 
@@ -19,8 +19,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}},
     {"type": "function", "function": {"name": 's"ay'}},
 ]
-EMPTY = {"properties": {}, "additionalProperties": False, "type": "object"}
-BOTH = [["add", SCHEMA], ['s"ay', EMPTY]]
 
 
 def named(name: str) -> dict[str, Any]:
