@@ -81,7 +81,6 @@ def test_worker_health_shows_when_a_worker_was_last_active(store, age_s, status)
     assert (row["durable_seq"], row["num_repeated"], row["num_missing"], row["num_refused"]) == (12, 3, 1, 2)
 
 
-<<<<<<< HEAD
 VIEWS = ["learned_table", "current_choice", "choices", "decision_history", "prediction_error", "worker_health"]
 
 
@@ -96,8 +95,6 @@ def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
         assert here == there
 
 
-=======
->>>>>>> 455867ee (Test the engine's parts through the engine)
 def size(batch_size: int, step_s: float, plain_s: float = 0.02, num_steps: int = 9, num_plain: int = 0, **changes):
     """Estimates at one batch size: an arm in use that yields two tokens, and plain decoding."""
     best = {"is_best": True, "expected_tokens": 2.0, "ngram": True}
