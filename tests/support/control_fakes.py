@@ -102,14 +102,6 @@ def group(first: int, last: int, **changes: Any) -> pb.StreamReportsRequest:
     )
 
 
-async def until_durable(call: Any, seq: int) -> pb.StreamReportsResponse:
-    """Read answers until one says that seq is on disk."""
-    while True:
-        answer = await call.read()
-        if answer.durable_seq >= seq:
-            return answer
-
-
 async def to_the_end(call: Any) -> None:
     """Read the answers of a stream until it ends."""
     while await call.read() is not aio.EOF:

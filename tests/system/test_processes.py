@@ -55,16 +55,6 @@ def test_advice_of_a_child_names_variables_instead_of_flags(tmp_path):
     check_environment(["SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE"], ["controller"], settings_of_verb)
 
 
-def test_restarts_wait_longer_each_time(tmp_path):
-    one = died(child(tmp_path))
-    now = one.started_at
-    assert "starting it again in 1 s" in (one.restart_if_dead(now) or "")
-    assert one.restart_if_dead(now + FIRST_PAUSE_S / 2) is None
-    assert "started again" in (one.restart_if_dead(now + FIRST_PAUSE_S) or "")
-    one.process.wait(PATIENCE_S)
-    assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
-
-
 def test_a_stable_run_resets_the_pause(tmp_path):
     one = died(child(tmp_path))
     one.pause_s = 16.0

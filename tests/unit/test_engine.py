@@ -11,22 +11,7 @@ from speclen.worker.arms import FixedArm
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
-from tests.support.engines import (
-    LONG,
-    LOOP,
-    PROMPT,
-    Arms,
-    Collected,
-    RandomArms,
-    RandomLengths,
-    check_counts,
-    check_greedy,
-    finish,
-    generate,
-    make_engine,
-    make_pair,
-    request,
-)
+from tests.support.engines import LONG, LOOP, PROMPT, Arms, Collected, generate, make_engine, make_pair, request
 
 
 def test_tokens_beyond_the_end_of_a_request_do_not_count_as_accepted():
@@ -46,8 +31,8 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths():
     settings = {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "max_tokens": 24, "seed": 5, "n": 2}
     alone = generate(make_engine(chooser=0), request("x", PROMPT, **settings))
     generator = random.Random(0)
-    choosers = (FixedArm(Arm(4)), RandomLengths(1), RandomLengths(2), FixedArm(Arm(0, True)), RandomArms(3))
-    for lengths in choosers:
+    changing = engines.RandomLengths(1), engines.RandomLengths(2), engines.RandomArms(3)
+    for lengths in (FixedArm(Arm(4)), FixedArm(Arm(0, True)), *changing):
         others = [
             request(str(at), engines.random_prompt(generator), max_tokens=20, temperature=generator.choice([0, 1.0]))
             for at in range(6)
@@ -215,7 +200,7 @@ def test_abort_frees_the_row_before_the_next_step(moment):
     assert all(s.request.request_id == "other" for s in engine.scheduler.rows)
     for index in range(2):
         assert collected.reason("x", index) is FinishReason.ABORT
-    finish(engine)
+    engines.finish(engine)
     assert len(collected.ids("other")) == 40
     assert not engine.abort("never heard of")
 
@@ -235,7 +220,7 @@ def test_without_a_draft_model_n_grams_are_proposed():
     engine = make_engine(pair, chooser, ngram=True, max_speculation_length=0)
     one = request("x", LOOP, **LONG)
     collected = generate(engine, one)
-    check_greedy(pair.target, one, collected.ids("x"))
+    engines.check_greedy(pair.target, one, collected.ids("x"))
     assert {record.arm for record in chooser.records} <= {NGRAM, PLAIN}
     assert collected.last("x").num_draft_tokens == engine.load().num_ngram_tokens > 0
 
@@ -254,6 +239,6 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(backend):
     pairs = [tuple(collected.ids(str(at), index)[:2]) for at in range(16) for index in range(50)]
     firsts = [pair[0] for pair in pairs]
     most = max(set(firsts), key=firsts.count)
-    check_counts(Counter(firsts), prompt, target)
-    check_counts(Counter(pair[1] for pair in pairs if pair[0] == most), [*prompt, most], target)
+    engines.check_counts(Counter(firsts), prompt, target)
+    engines.check_counts(Counter(pair[1] for pair in pairs if pair[0] == most), [*prompt, most], target)
     assert engine.load().num_ngram_tokens > 100

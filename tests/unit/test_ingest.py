@@ -27,11 +27,6 @@ def evaluation(**changes) -> pb.OutputEvaluation:
     return pb.OutputEvaluation(**{**fields, **lists, **changes})
 
 
-def test_a_report_becomes_a_record():
-    step = read(seq=9, decision_version=13, probe_id=17, draft_prefill_s=0.5, num_new_sequences=2)
-    assert step == StepRecord(9, 4, Arm(2), 0.02, (1, 2, 1), 100.0, 13, frozenset(), 17, (), 4, 12, 0.5, 2)
-
-
 def test_absent_fields_default_to_an_ordinary_step():
     plain = read(speculation_length=0, accepted_histogram=[4])
     assert (plain.num_drafted_sequences, plain.num_verified_tokens) == (0, 4)
@@ -101,12 +96,6 @@ def test_n_grams_are_refused_unless_the_worker_registered_with_them():
     assert read(evaluations=[alone]).evaluations[0].num_steps == (12, 6)
     with pytest.raises(InvalidMessageError, match="evaluations"):
         read_step(report(1, evaluations=[alone]), Limits(32, 4))
-
-
-def test_classes_and_evaluations_are_read():
-    step = read(class_histograms=classes((1, [1, 1, 0]), (3, [0, 1, 1])), evaluations=[evaluation()])
-    assert step.class_histograms == ((0, (1, 1, 0)), (2, (0, 1, 1)))
-    assert step.evaluations == (OutputEvaluation(0, 20, 12, (12, *[6] * 9), (0, *[6] * 9), (12,) * 10),)
 
 
 def test_flags_are_read_and_unknown_ones_are_a_reason_too():

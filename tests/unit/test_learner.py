@@ -92,16 +92,3 @@ def test_the_prediction_error_is_observed_over_predicted(histogram):
     [(sizes, times)] = error.times.items()
     assert (sizes, times) == ((3, 4), PredictedTimes(1, 2.0, 0.022, pytest.approx(0.020)))
     assert (error.elsewhere_s, error.regret_s) == (0.0, 0.0)
-
-
-def test_regret_is_what_the_arm_in_use_would_have_saved():
-    error = PredictionError()
-    probes = [
-        step(4, 1, 0.016, 4, 0),  # one token each: 10 ms were promised
-        step(2, 0, 0.004, 2),  # 5 ms were promised: a lucky one
-        step(9, 0, 0.030, 9),  # beyond the last range, which holds for it: 10 ms
-        step(4, 1, 9.0, 4, 0, flagged=True),
-    ]
-    error.add(TABLE, probes)
-    assert error.elsewhere_s == pytest.approx(0.050)
-    assert error.regret_s == pytest.approx(0.006 - 0.001 + 0.020)

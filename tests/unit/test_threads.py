@@ -57,19 +57,6 @@ async def test_without_load_figures_the_number_of_threads_stays(tmp_path, monkey
     ]
 
 
-def test_the_engine_changes_its_threads_between_steps():
-    before = torch.get_num_threads()
-    try:
-        engine = Engine(make_pair(), EngineConfig(backend="torch"), FixedArm(PLAIN))
-        assert engine.num_threads == before
-        engine.use_threads(before + 1)
-        assert torch.get_num_threads() == before
-        engine.step()
-        assert engine.num_threads == torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_threads_that_cannot_be_started_end_no_request():
     engine = make_engine(chooser=2)
     asked = []
