@@ -17,7 +17,6 @@ from speclen.worker.backends.torch.captured_model import Recorder
 from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare
-from speclen.worker.models.devices import cpu_has_bfloat16
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 from tests.support import tiny_models
@@ -28,9 +27,6 @@ LOOP = [5, 6, 7, 8] * 5  # n-grams match
 LONG = {"max_tokens": 30, "ignore_eos": True}
 # The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda.
 DEVICE = torch.device(os.environ.get("SPECLEN_TEST_DEVICE", "cpu"))
-NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")
-# What OpenVINO computes in on this machine.
-OPENVINO_DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)]
 WHY_NOT_OPENVINO = openvino.why_not(DEVICE, torch.float32)
 BACKENDS = [
     "torch",

@@ -105,16 +105,6 @@ def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
-def test_captures_before_serving_are_bounded():
-    recorder = CountingRecorder()
-    engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
-    assert [num_kept(model) for model in (engine.target, engine.draft)] == [5 + num_blocks_recorded(engine) // 2] * 2
-    assert recorder.num_recordings == 10 + num_blocks_recorded(engine)
-    recorder = CountingRecorder()
-    engines.make_engine(recorder=recorder, record_ahead_s=0)
-    assert recorder.num_recordings == 0
-
-
 def test_passes_too_large_for_memory_do_not_prevent_other_captures(caplog):
     """The largest passes are tried first: they are logged once and run without capture."""
     recorder, chooser = PickyRecorder(8), RandomLengths(1, longest=3)

@@ -82,14 +82,6 @@ def test_endless_trailers_end_the_connection_and_are_not_stored(worker, monkeypa
     assert max(num_headers) == 1 + len(CHUNKED)
 
 
-def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
-    body = json.dumps({"prompt": "a " * 20_000}).encode()
-    with connected(worker) as one:
-        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
-        one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
-        assert b" 200 " in one.recv(4096)
-
-
 @pytest.mark.parametrize(("stream", "end"), [(False, b"}"), (True, b"}\n\ndata: [DONE]\n\n")])
 def test_an_http_1_0_client_receives_no_chunked_encoding(worker, stream, end):
     """nginx uses HTTP/1.0 for upstream servers by default."""

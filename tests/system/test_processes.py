@@ -55,12 +55,6 @@ def test_advice_of_a_child_names_variables_instead_of_flags(tmp_path):
     check_environment(["SPECLEN_CONTROLLER_MOVE_CORRUPT_ASIDE"], ["controller"], settings_of_verb)
 
 
-def test_a_stable_run_resets_the_pause(tmp_path):
-    one = died(child(tmp_path))
-    one.pause_s = 16.0
-    assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
-
-
 def test_a_child_killed_while_starting_is_reported_with_its_signal(tmp_path):
     """Its last log line, or that of another run, was reported instead of the signal."""
     one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])

@@ -74,17 +74,6 @@ async def test_a_task_that_must_not_end_fails_however_it_ends(work, words):
     assert str(await supervisor.failure) == f"a task has ended: {words}"
 
 
-async def test_a_stopped_task_is_not_a_failure_and_a_dead_thread_is():
-    supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.3,), name="a thread")
-    thread.start()
-    supervisor.start("a task", asyncio.sleep(60))
-    await supervisor.stop()
-    assert not supervisor.failure.done()
-    again = Supervisor()
-    again.watch(thread)
-    assert str(await again.failure) == "a thread has ended: its thread is dead"
-
-
 async def test_a_task_that_loses_its_cancellation_does_not_delay_stopping(monkeypatch):
     """Story: a task that failed while it was being cancelled was restarted, and `stop` did not return."""
     monkeypatch.setattr(speclen.process.supervision, "CANCEL_AGAIN_S", 0.05)

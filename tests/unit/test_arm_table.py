@@ -41,10 +41,3 @@ def test_drafting_stops_at_another_load_and_resumes_after_some_steps():
     assert lengths == [0] + [3] * 19
     lengths = [steady.arm_for(table, 9).speculation_length for _ in range(2 * CONTRARY_STEPS)]
     assert lengths == [3] * (CONTRARY_STEPS - 1) + [0] * (CONTRARY_STEPS + 1)
-
-
-def test_n_grams_continue_while_drafting_is_paused():
-    table, steady = ArmTable.constant(Arm(0, True), Limits(4, 8, True), "controller"), SteadyDrafts()
-    assert [steady.arm_for(table, 2) for _ in range(20)] == [Arm(0, True)] * 20
-    drafts = ArmTable.constant(Arm(3, True), Limits(4, 8, True), "controller")
-    assert steady.arm_for(drafts, 2) == Arm(0, True)

@@ -81,11 +81,6 @@ def test_an_error_inside_a_template_is_one_sentence(template, reason):
     assert len(told.value.message) < 300
 
 
-def test_template_arguments_of_the_call_itself_may_not_be_set():
-    with pytest.raises(ApiError, match="chat_template_kwargs may not set tokenize"):
-        prompt(STRINGS, *SYSTEM_AND_USER, chat_template_kwargs={"tokenize": True})
-
-
 @pytest.mark.parametrize(
     ("template", "role"),
     [

@@ -57,15 +57,6 @@ def test_the_first_table_may_have_n_grams(settings, arms, follows, ngram):
     assert (set(table.arms[1:]), follow) == (arms, follows)
 
 
-def test_a_profile_is_read_and_used(tmp_path):
-    profile = tmp_path / "profile.json"
-    cells = (ProfileCell(1, 0, 0.01), ProfileCell(1, 1, 0.011))
-    document = ProfileDocument(ContextKey("t", "d", "cpu", "float32"), Profile(cells, (0.8,), (10,)), "2026-01-01")
-    profile.write_text(json.dumps(document.to_json()))
-    table, follow = initial_table(WorkerConfig(policy="profile", profile=profile, max_batch_size=4), Limits(4, 8))
-    assert (table.arms[1:], follow) == ((Arm(1),) * 4, False)
-
-
 HTTP = {"http_listen": "127.0.0.1:8000"}
 
 

@@ -1,14 +1,16 @@
-"""Commands, flags, links and settings in documents exist."""
+"""Commands, flags, links and settings in documents exist, and the estimator's page works as a library."""
 
 import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 
 from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb, settings_of_verb
 from speclen.cli.support.flags import check_environment
+from tests.support.world import World
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,3 +76,21 @@ def test_deployments_name_settings_and_flags_that_exist():
     for verb, arguments in re.findall(r"command: \[(controller|worker), (.*)\]", text):
         flags = {flag for each in load_verb(verb, *VERBS[verb][:2]).params for flag in each.opts}
         assert set(re.findall(r"--[a-z-]+", arguments)) <= flags, verb
+
+
+def test_the_pages_loop_learns_a_good_length(monkeypatch):
+    page = ROOT / "docs" / "guides" / "library.md"
+    [code] = blocks(page.read_text(), "python")
+    world, rng, now = World(), np.random.default_rng(0), [0.0]
+
+    def decode(batch: list, length: int) -> list[int]:
+        seconds, histogram = world.draw(len(batch), length, rng)
+        now[0] += seconds
+        return [run for run, number in enumerate(histogram) for _ in range(number)]
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    names = {"decode": decode}
+    exec(compile(code, str(page), "exec"), names)  # noqa: S102
+    for _ in range(600):
+        names["step"]([None] * 8)
+    assert world.shortfall(8, names["estimator"].arm_for(8).speculation_length) < 0.03

@@ -68,19 +68,6 @@ def test_a_new_directory_is_its_owners_alone(tmp_path):
     make_directory(tmp_path / "a" / "b")
 
 
-def test_a_controller_is_found_while_it_serves_and_under_every_name_of_its_database(tmp_path):
-    database = tmp_path / "speclen.db"
-    (tmp_path / "link.db").symlink_to(database)
-    assert serving(database) is None
-    with published(database, "127.0.0.1:7"):
-        found = serving(tmp_path / "link.db")
-        assert found is not None
-        assert (found.address, found.process_id) == ("127.0.0.1:7", os.getpid())
-        (tmp_path / "speclen.db.controller").write_text("{")
-        assert serving(database) is None  # as in the moment in which it is written
-    assert serving(database) is None
-
-
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"version": "0.0.1"}])
 async def test_a_controller_of_another_machine_is_refused_and_one_of_another_version_joined(
     tmp_path, monkeypatch, capsys, change

@@ -57,21 +57,6 @@ def test_an_evaluation_says_how_many_steps_every_arm_takes(always):
             assert told.num_verified_tokens[at] == sum(each.num_verified_tokens for each in played.records)
 
 
-def test_without_time_for_a_pass_outputs_are_evaluated_for_n_grams_alone(monkeypatch):
-    monkeypatch.setattr(evaluating, "SHARE", 0.0)
-    monkeypatch.setattr(evaluating, "NGRAM_SHARE", 1e6)
-    for one in requests_of(random.Random(1)):
-        chooser, played = Arms(Arm(2), wants_evaluations=True), Arms(Arm(0, True))
-        first = generate(engine_of(chooser), one).ids(one.request_id)
-        (told,) = told_by(chooser)
-        assert generate(engine_of(played), one).ids(one.request_id) == first
-        assert told.num_steps == (len(first) - 1, len(played.records))
-    chooser = Arms(PLAIN, wants_evaluations=True)
-    together = [request(str(at), [3, 4, 5], max_tokens=12, ignore_eos=True) for at in range(MAX_EVALUATIONS + 2)]
-    generate(engine_of(chooser, max_batch_size=len(together)), *together)
-    assert max(len(record.evaluations) for record in chooser.records) == MAX_EVALUATIONS
-
-
 @pytest.mark.parametrize("seeded", [False, True])
 def test_evaluations_change_nothing_of_what_is_generated(always, seeded):
     """Sequences continue next to one that is evaluated; prompts of ended ones are cached with their outputs."""
@@ -122,12 +107,4 @@ def test_a_failing_evaluation_ends_no_request(always, monkeypatch):
     engine = engine_of(chooser)
     for at in range(3):
         assert len(generate(engine, request(str(at), [5, 6, 7] * 4, max_tokens=20, ignore_eos=True)).ids(str(at))) == 20
-    assert not told_by(chooser)
-
-
-@pytest.mark.parametrize("settings", [{"fixed_length": 2}, {"frequency_penalty": 0.5}, {"max_tokens": 4}])
-def test_unusual_requests_are_not_evaluated(always, settings):
-    """They look back, have their own length, or are too short to say anything."""
-    chooser = Arms(Arm(2), wants_evaluations=True)
-    generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))
     assert not told_by(chooser)

@@ -92,36 +92,6 @@ def make_pool(num_rows: int = 4, max_length: int = 400, dtype: torch.dtype = tor
     return BlockPool(BLOCK_SHAPES, num_rows, max_length, dtype)
 
 
-def write(pool: BlockPool, row: int, start: int, marks: list[float]) -> None:
-    """Fill the keys and values of the row's tokens start, start + 1, ... with these marks."""
-    blocks, _ = pool.reach(row, np.array([start + len(marks)]))
-    for place, mark in enumerate(marks, start):
-        for cache in pool.caches:
-            cache[blocks[place // BLOCK_TOKENS], :, place % BLOCK_TOKENS] = mark
-
-
-def read(pool: BlockPool, row: int, length: int) -> list[float]:
-    blocks, _ = pool.reach(row, np.array([length]))
-    return [float(pool.caches[-1][blocks[at // BLOCK_TOKENS], 0, at % BLOCK_TOKENS, 5]) for at in range(length)]
-
-
-def test_prompts_reuse_the_cached_blocks_of_earlier_rows():
-    """Only the same text from the start is reused; a text that diverges shares the blocks before that."""
-    pool = BlockPool(BLOCK_SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
-    text = list(range(3 * BLOCK_TOKENS + 5))
-    write(pool, 0, 0, [float(token) for token in text])
-    pool.remember(0, text)
-    pool.release(0)
-    assert pool.num_bytes_held() == 0
-    assert pool.begin(1, text) == 3 * BLOCK_TOKENS
-    assert read(pool, 1, 3 * BLOCK_TOKENS) == text[: 3 * BLOCK_TOKENS]
-    assert pool.begin(2, text[: 2 * BLOCK_TOKENS] + [7] * 60) == 2 * BLOCK_TOKENS
-    assert pool.begin(3, text[BLOCK_TOKENS:]) == 0
-    assert pool.num_reused_tokens == 5 * BLOCK_TOKENS
-    assert pool.num_looked_up_tokens == len(text) + (2 * BLOCK_TOKENS + 60) + (2 * BLOCK_TOKENS + 5)
-    assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
-
-
 def test_memory_of_released_rows_is_returned():
     pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
     for row in range(8):

@@ -13,19 +13,6 @@ from speclen.worker.models.naming import ModelError
 from tests.support import engines, tiny_models
 
 
-def test_the_callers_models_stay_as_they_are():
-    pair = engines.make_pair("llama")
-    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
-    assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
-    assert prepared.target.model is not pair.target
-    assert storages(prepared.target.model) == storages(pair.target)
-
-
-def storages(model: torch.nn.Module) -> set[int]:
-    """Addresses of the memory behind the parameters."""
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-
 def test_weights_are_not_copied_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
     prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2, backend="torch"))

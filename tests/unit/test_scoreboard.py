@@ -29,19 +29,6 @@ def test_the_oracle_scores_100_percent(name):
     assert play(follow(scene), scene).percent == pytest.approx(100.0, abs=4.0 if WORLDS[name].transition else 1.0)
 
 
-BAD_RULES: dict[str, Callable[[Scene], Learner]] = {
-    "never draft": lambda scene: Fixed({1: Arm(0)}),
-    "always the longest": lambda scene: Fixed({1: Arm(scene.world.limits.max_speculation_length)}),
-}
-
-
-@pytest.mark.parametrize("rule", BAD_RULES)
-@pytest.mark.parametrize("name", ["vllm-h200", "own-h200", "cpu"])
-def test_a_bad_rule_loses(name, rule):
-    scene = Scene(WORLDS[name], 1, 10.0)
-    assert play(BAD_RULES[rule](scene), scene).percent < 90.0
-
-
 def test_a_difference_weights_worlds_equally_and_has_a_paired_error():
     def runs(variant: str, **percents: list[float]) -> list[Run]:
         return [

@@ -71,13 +71,6 @@ def test_a_clock_that_is_set_back_does_not_keep_gaps_open():
     assert window.settled_seq == 5
 
 
-def test_impossible_seqs_pass_the_window_to_be_refused_later():
-    window = SeqWindow(applied_seq=2**63 - 2)
-    assert window.admit(2**63 - 1)
-    assert admitted(window, [0, 2**63, 2**64 - 1]) == [0, 2**63, 2**64 - 1]
-    assert window.applied_seq == 2**63 - 1
-
-
 def test_gaps_beyond_the_bound_are_forgotten_oldest_first():
     window = SeqWindow()
     for number in range(MAX_RANGES + 10):

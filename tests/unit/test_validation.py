@@ -62,13 +62,6 @@ def test_prompts_that_cannot_be_served_are_refused(prompt, message):
     check((1,) * (CONTEXT - 1))
 
 
-@pytest.mark.parametrize("length", [-1, 9])
-def test_own_lengths_stay_within_the_workers(length):
-    with pytest.raises(ValueError, match=f"speculation.length is {length}, allowed are 0 to 8"):
-        check(fixed_length=length)
-    check(fixed_length=8)
-
-
 def test_zero_is_not_absent():
     sampling = to_sampling(pb.SamplingParams(top_p=0.0, max_tokens=0, n=0, seed=0, logprobs=0))
     assert (sampling.top_p, sampling.max_tokens, sampling.n, sampling.seed, sampling.logprobs) == (0.0, 0, 0, 0, 0)

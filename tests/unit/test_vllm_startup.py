@@ -103,10 +103,6 @@ def test_one_length_is_a_table_of_it(arguments):
     assert startup.users_lookup(config) == [0, *[5] * 8]
 
 
-def test_v1_keeps_the_table(arguments):
-    assert created(arguments).speculative_config.num_speculative_tokens_per_batch_size == TABLE
-
-
 @pytest.mark.parametrize(
     ("learned", "table", "captured"),
     [
