@@ -80,27 +80,15 @@ def test_a_missing_file_and_an_unknown_variable_are_errors():
     assert (unknown.returncode, "SPECLEN_TABELS_DB" in unknown.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SPECLEN_SERVICE_HOST",  # what Kubernetes sets for a service named speclen, speclen-worker, speclen-up
-        "SPECLEN_SERVICE_PORT",
-        "SPECLEN_SERVICE_PORT_GRPC",
-        "SPECLEN_PORT",
-        "SPECLEN_PORT_7070_TCP",
-        "SPECLEN_PORT_7070_TCP_ADDR",
-        "SPECLEN_PORT_7070_TCP_PROTO",
-        "SPECLEN_WORKER_SERVICE_HOST",
-        "SPECLEN_WORKER_PORT_7080_TCP_PORT",
-        "SPECLEN_UP_PORT",
-        "SPECLEN_HOME",  # and somebody else's
-        "SPECLEN_CLIENT_TOKEN_FILE",  # ours
-        "SPECLEN_WORKER_MAX_BATCH_SIZE",
-        "SPECLEN_PROFILE_RUN_QUICK",
-        "SPECLEN_BENCH_SERVE_OUT",
-        "SPECLEN_CONFIG",
-    ],
-)
+# What Kubernetes sets for services named speclen, speclen-worker and speclen-up, and somebody else's.
+FOREIGN = """SPECLEN_SERVICE_HOST SPECLEN_SERVICE_PORT SPECLEN_SERVICE_PORT_GRPC SPECLEN_PORT SPECLEN_PORT_7070_TCP
+    SPECLEN_PORT_7070_TCP_ADDR SPECLEN_PORT_7070_TCP_PROTO SPECLEN_WORKER_SERVICE_HOST SPECLEN_WORKER_PORT_7080_TCP_PORT
+    SPECLEN_UP_PORT SPECLEN_HOME"""
+OURS = """SPECLEN_CLIENT_TOKEN_FILE SPECLEN_WORKER_MAX_BATCH_SIZE SPECLEN_PROFILE_RUN_QUICK SPECLEN_BENCH_SERVE_OUT
+    SPECLEN_CONFIG"""
+
+
+@pytest.mark.parametrize("name", [*FOREIGN.split(), *OURS.split()])
 def test_foreign_variables_and_our_own_are_accepted(name):
     """Story: next to a Kubernetes service named speclen every verb ended with exit code 2, in a crash loop."""
     check_environment([name], [*VERBS, "client"], settings_of_verb)
@@ -130,24 +118,11 @@ def test_a_misspelt_verb_gets_a_suggestion():
     assert result.stderr.strip() == "speclen: there is no verb 'genrate'; did you mean 'generate'?"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--top-k", "-1"),
-        ("--seed", "-1"),
-        ("--seed", str(2**64)),
-        ("--max-tokens", str(2**32)),
-        ("--temperature", "nan"),
-        ("--temperature", "-1"),
-        ("--top-p", "2"),
-        ("--n", "65"),
-        ("--timeout-s", "nan"),
-        ("--timeout-s", "1e300"),
-        ("--speculation", "99999999999999999999"),
-        ("--stop", "\udcff"),
-        ("--worker", "nowhere"),
-    ],
-)
+VALUES = f"--top-k -1,--seed -1,--seed {2**64},--max-tokens {2**32},--temperature nan,--temperature -1,--top-p 2,--n 65,"
+VALUES += "--timeout-s nan,--timeout-s 1e300,--speculation 99999999999999999999,--stop \udcff,--worker nowhere"
+
+
+@pytest.mark.parametrize("arguments", [each.split() for each in VALUES.split(",")])
 def test_values_that_a_message_cannot_hold_are_refused_by_flag(arguments):
     """Story: these ended with tracebacks, or waited for a worker first."""
     result = speclen("generate", "x", "--worker", "127.0.0.1:1", *arguments)

@@ -15,20 +15,9 @@ def loaded_by(*modules: str, missing: Iterable[str] = ()) -> set[str]:
 
 
 # Packages that only the extras install.
-EXTRAS = {
-    *(
-        "torch",
-        "transformers",
-        "tokenizers",
-        "huggingface_hub",
-        "safetensors",
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "httptools",
-    ),
-    *("jinja2", "openvino", "llguidance", "matplotlib", "datasette", "grpc_health", "grpc_reflection", "ray"),
-}
+NAMES = """torch transformers tokenizers huggingface_hub safetensors fastapi starlette uvicorn httptools jinja2 openvino
+    llguidance matplotlib datasette grpc_health grpc_reflection ray"""
+EXTRAS = {*NAMES.split()}
 
 
 def test_the_base_package_runs_without_its_extras():
@@ -37,13 +26,8 @@ def test_the_base_package_runs_without_its_extras():
 
 
 def test_the_estimator_alone_loads_no_server_and_no_models():
-    assert not {name.partition(".")[0] for name in loaded_by("estimator")} & {
-        "grpc",
-        "structlog",
-        "torch",
-        "sqlite3",
-        "typer",
-    }
+    loaded = {name.partition(".")[0] for name in loaded_by("estimator")}
+    assert not loaded & {"grpc", "structlog", "torch", "sqlite3", "typer"}
 
 
 def test_vllms_process_loads_neither_our_torch_nor_our_engine():
