@@ -1,19 +1,30 @@
 """With a grammar the output follows the target, restricted at every token to what the grammar allows.
 
 Greedy: token by token, the most likely of those that the grammar allows, whatever is drafted. Sampled: by exact enumeration
-of a grammar over five tokens, with a matcher made here.
+of a grammar over five tokens, with a matcher made here. What schemas of callers allow, and which are refused, follows.
 """
 
 import itertools
+import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from speclen.records import Arm
+from speclen.worker.frontend.grammars import StructuredOutput, source
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams
+from speclen.worker.sampling import grammar as structured_grammar
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.rules import BatchSampling, RowSampling
 from speclen.worker.sampling.verification import acceptance, recovery
+from tests.support import engines, tiny_models
+from tests.support.engines import Arms, RandomLengths
+from tests.support.grammars import prepare
 
 VOCAB = 5
 END = 4
@@ -118,3 +129,149 @@ def test_a_matcher_that_fails_on_rejected_drafts_is_not_a_failure(unreadable):
     assert not state.failure
     assert state.append([1, 2]) == (0 if unreadable else 1)  # now it has come there
     assert state.failure == "too complex"
+
+
+# In the engine.
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+WANTED = [
+    ("json_schema", SCHEMA),
+    ("regex", "[a-c]{2,8}(x|yz)*"),
+    ("choice", ["the target", "the draft", "neither of the two"]),
+    ("grammar", 'start: "(" start? ")" | /[0-9]{1,3}/'),
+]
+
+
+def follows(grammar: Grammar, ids: list[int], logits: torch.Tensor, min_tokens: int = 0) -> Iterator[tuple[int, Any]]:
+    """Each token, and the logits that it was chosen by: one token after the other, without any draft."""
+    state = grammar.start([tiny_models.EOS_ID], min_tokens)
+    for at, token in enumerate(ids):
+        (mask,) = state.masks([], 0, 1)
+        yield token, logits[at].masked_fill(~torch.from_numpy(mask), float("-inf"))
+        if token != tiny_models.EOS_ID:
+            state.append([token])
+    assert not state.failure
+
+
+def structured(
+    name: str, grammar: Grammar | None, prompt: list[int], length: int | None = None, **sampling: Any
+) -> GenerationRequest:
+    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), length, grammar)
+
+
+def test_greedy_output_is_what_the_target_alone_may_write():
+    """Rows with and without grammars in one batch, another length at every step, some with lengths of their own."""
+    generator = random.Random(3)
+    requests = []
+    for number in range(80):
+        kind, text = generator.choice(WANTED)
+        grammar = prepare(kind, text) if number % 4 else None
+        prompt = engines.random_prompt(generator, 24)
+        length = generator.choice([None] * 4 + [0, 5])
+        limits = {"max_tokens": generator.choice([4, 60]), "min_tokens": generator.choice([0, 0, 3])}
+        requests.append(structured(str(number), grammar, prompt, length, **limits))
+    chooser = RandomLengths(2, longest=4)
+    collected = engines.generate(engines.make_engine(chooser=chooser), *requests)
+    target, _ = engines.models("llama")
+    num_ended = num_accepted = 0
+    for one in requests:
+        ids = collected.ids(one.request_id)
+        if one.grammar is None:
+            continue
+        logits = engines.plain_logits(target, [*one.prompt_ids, *ids])[len(one.prompt_ids) - 1 : -1]
+        for token, restricted in follows(one.grammar, ids, logits, one.sampling.min_tokens):
+            assert restricted[token] >= restricted.max() - 1e-4
+        ended = ids[-1] == tiny_models.EOS_ID
+        assert collected.reason(one.request_id) is (FinishReason.STOP if ended else FinishReason.LENGTH)
+        num_ended += ended
+        num_accepted += collected.last(one.request_id).num_accepted_tokens
+    assert num_ended > 20
+    assert num_accepted > 100, "drafts that are always rejected would prove nothing"
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+@pytest.mark.parametrize("length", [0, 4])
+@pytest.mark.parametrize(("kind", "wanted"), [("choice", ["ab{end}x"]), ("json_schema", {"const": "{end}"})])
+def test_a_grammar_that_fails_ends_its_own_request(kind, wanted, length, penalty):
+    """Story: if a grammar required the text of an end token, that token was allowed and the output ended as complete.
+    With a penalty it was a server error, since there were no new tokens to count."""
+    end = tiny_models.tokenizer().decode([tiny_models.EOS_ID])
+    grammar = prepare(kind, json.dumps(wanted).replace("{end}", end))
+    bad = structured("bad", grammar, [5, 6], max_tokens=60, presence_penalty=penalty)
+    good = structured("good", None, [3, 4], max_tokens=20)
+    collected = engines.generate(engines.make_engine(chooser=length), bad, good)
+    last = collected.last("bad")
+    assert (last.finish_reason, last.is_callers) == (FinishReason.ABORT, True)
+    told = (
+        "the grammar cannot be followed any further: it requires the text of an end token, which would end the output"
+    )
+    assert last.error.endswith(told)
+    assert collected.ids("good") == engines.generate(engines.make_engine(chooser=0), good).ids("good")
+
+
+def test_a_grammar_whose_masks_are_slow_gets_no_drafts(monkeypatch):
+    """All sequences wait for the masks of one, and every proposed token needs another mask."""
+    monkeypatch.setattr(structured_grammar, "SLOW_MASK_S", 0.0)
+    chooser = Arms(Arm(3))
+    asked = structured("a", prepare("regex", "[a-z ]*"), [3, 4], max_tokens=8, ignore_eos=True)
+    engines.generate(engines.make_engine(chooser=chooser), asked)
+    assert [record.arm.speculation_length for record in chooser.records] == [0] * 7
+
+
+# Schemas of callers.
+
+
+def allows(kind: str, wanted: Any, text: str) -> bool:
+    """True if the whole text may be an output."""
+    matcher = prepare(kind, wanted).matcher.deep_copy()
+    ids = tiny_models.tokenizer().encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_formats_that_the_library_does_not_know_are_annotations():
+    formats = ["password", "path", "binary", "base64", "ipvanyaddress", "ipv4network", "int32", "uuid4"]
+    properties = {name: {"type": "string", "format": name} for name in formats}
+    kept = {"format": {"enum": [{"format": "password"}]}, "default": {"type": "string", "format": "path"}}
+    every = properties | kept
+    schema = {"type": "object", "properties": every, "required": list(every), "additionalProperties": False}
+    values: dict[str, Any] = dict.fromkeys(formats, "any text") | {"format": {"format": "password"}, "default": "x"}
+    assert allows("json_schema", schema, json.dumps(values, separators=(",", ":")))
+    assert not allows("json_schema", schema, json.dumps(values | {"format": {}}, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(("text", "allowed"), [('"2024-02-29"', True), ('"tomorrow"', False)])
+def test_formats_that_the_library_knows_still_count(text, allowed):
+    assert allows("json_schema", {"type": "string", "format": "date"}, text) is allowed
+
+
+@pytest.mark.parametrize("at", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"])
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**63), 2**64, 1e300])
+def test_numbers_that_the_library_would_round_are_refused(at, number):
+    schema = {"properties": {"a": {"anyOf": [{"type": "integer", at: number}]}}}
+    wanted = StructuredOutput("json_schema", json.dumps(schema), field="response_format.json_schema")
+    with pytest.raises(ValueError, match=r"response_format\.json_schema has .* as .* beyond 2\^53"):
+        source(wanted)
+
+
+def test_the_largest_exact_number_is_a_bound():
+    assert allows("json_schema", {"type": "integer", "maximum": 2**53}, str(2**53))
+    assert not allows("json_schema", {"type": "integer", "maximum": 2**53}, str(2**53 + 1))
+    with pytest.raises(ValueError, match="beyond 2"):
+        source(StructuredOutput("json_schema", json.dumps({"enum": [1, [{"a": 2**53 + 1}]]})))
+
+
+@pytest.mark.parametrize("depth", [900, 3000])
+def test_a_schema_that_is_too_deep_is_refused_in_a_sentence(depth):
+    with pytest.raises(ValueError, match=r"is nested too deeply|recursion limit exceeded"):
+        source(StructuredOutput("json_schema", '{"not": ' * depth + "{}" + "}" * depth))
