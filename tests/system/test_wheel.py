@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_what_is_imported_is_declared():
     tops = [path for path in (ROOT / "proto" / "speclen").iterdir() if path.is_symlink()]
     found = {name for top in tops for path in top.resolve().rglob("*.py") for name in imported(path)}
     outside = found - set(sys.stdlib_module_names) - {"speclen"}
-    unnamed = {name for name in outside - HOSTS if normal(DISTRIBUTIONS.get(name, name)) not in declared}
+    named = packages_distributions()
+    unnamed = {name for name in outside - HOSTS if not declared & {normal(each) for each in named.get(name, [name])}}
     assert not unnamed
 
 
@@ -70,15 +72,7 @@ def test_the_base_package_changes_nothing_next_to_vllm():
     assert all(version in base[name].specifier for name, versions in BESIDE_VLLM.items() for version in versions)
 
 
-# Engines that load the plugin, and are not dependencies of ours: they have several distribution names.
-HOSTS = {"vllm"}
-# Distributions under another name than what they import as.
-DISTRIBUTIONS = {
-    "grpc": "grpcio",
-    "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
-    "google": "protobuf",
-}
+HOSTS = {"vllm"}  # engines that load the plugin, and are not dependencies of ours
 
 
 def normal(name: str) -> str:
