@@ -13,11 +13,10 @@ from tests.support.waiting import resident_bytes
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_stays_flat_over_many_requests():
-    """600 requests after a warm-up of 2,700, by which products of all sizes have their kernels, on AVX2, too. Each request
-    holds 30 KB of KV at its end: kept, they would make 18 MB.
+    """After a warm-up in which products of all sizes get their kernels. Each of 600 requests holds 30 KB of KV at its end.
 
-    Memory that allocators and threads of other tests in this process take once is not ours: what leaks grows every time, so
-    one of three times must be flat."""
+    One of three times must be flat: other tests of this process also take memory, once.
+    """
     engine = engines.make_engine(chooser=engines.RandomLengths(0, longest=3), max_batch_size=8)
     generator = random.Random(0)
     finished = 0

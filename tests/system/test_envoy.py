@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -120,25 +120,15 @@ def configured(addresses: list[str]) -> tuple[dict, str]:
     return made, listens[0]
 
 
-@contextlib.contextmanager
-def envoy(folder: Path, addresses: list[str]) -> Iterator[str]:
-    """Envoy in front of workers, logging into the folder; where it listens for gRPC."""
+@contextlib.asynccontextmanager
+async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Channel]:
+    """A channel to Envoy in front of the workers, which serves. It logs into the folder."""
     made, listen = configured(addresses)
     (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
     command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
         proxy = start_foreign(command, stderr=log)
     try:
-        yield listen
-    finally:
-        proxy.terminate()
-        proxy.wait(PATIENCE_S)
-
-
-@contextlib.asynccontextmanager
-async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Channel]:
-    """A channel to Envoy in front of the workers, which serves."""
-    with envoy(folder, addresses) as listen:
         async with aio.insecure_channel(listen) as channel:
             # A request waits until Envoy listens, and fails until it has checked its workers.
             for _ in range(300):
@@ -149,6 +139,9 @@ async def proxied(folder: Path, addresses: list[str]) -> AsyncIterator[aio.Chann
             else:
                 raise AssertionError("envoy does not serve")
             yield channel
+    finally:
+        proxy.terminate()
+        proxy.wait(PATIENCE_S)
 
 
 async def share(channel: aio.Channel, num: int, at_once: int) -> None:

@@ -77,7 +77,6 @@ async def test_a_grammar_that_crashes_its_trial_is_refused():
 
 async def test_a_cancelled_trial_does_not_answer_for_the_next_one():
     """Its answer must not be mistaken for that of the next grammar."""
-
     with preparing() as prepared:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))

@@ -17,11 +17,6 @@ def test_every_batch_size_has_the_arm_of_its_range_within_the_limits():
     assert ArmTable.of(choices, Limits(8, 5), "controller").arms[1:3] == (Arm(5), Arm(3))
 
 
-def test_a_table_with_a_hole_is_refused():
-    with pytest.raises(ValueError, match="batch size 2"):
-        ArmTable.of([Choice(1, 1, Arm(1)), Choice(3, 8, Arm(1))], Limits(8, 8), "controller")
-
-
 def table_of(*lengths: int) -> ArmTable:
     return ArmTable.of(
         [Choice(size, size, Arm(length)) for size, length in enumerate(lengths, 1)], LIMITS, "controller"

@@ -15,21 +15,6 @@ from speclen.worker.profiling.file import ProfileDocument
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("adaptive", None),
-        ("profile", None),
-        ("none", PLAIN),
-        ("n-gram", Arm(0, ngram=True)),
-        ("n-gram else draft 3", Arm(3, ngram=True)),
-        ("fixed:12", Arm(12)),
-    ],
-)
-def test_policies_are_parsed(policy, expected):
-    assert parse_policy(policy) == expected
-
-
-@pytest.mark.parametrize(
     "policy", ["", "fixed", "fixed:", "fixed:-1", "fixed:x", "draft 65", "Adaptive", "copy", "arms"]
 )
 def test_unknown_policies_are_named(policy):

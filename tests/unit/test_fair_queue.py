@@ -79,7 +79,6 @@ async def test_a_full_queue_names_the_setting_and_its_value():
 
 async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free():
     """Otherwise cancelled callers leave work behind: texts of 4 MiB each once accumulated without bound."""
-
     queue, blocked, done = ThreadQueue("texts", 100), threading.Event(), []
 
     def work(number: int) -> None:
@@ -101,7 +100,6 @@ async def test_a_cancelled_task_holds_its_place_until_the_thread_is_free():
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_place_is_lost_under_random_cancellation(seed):
     """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""
-
     generator = random.Random(seed)
     requests = Requests(FairQueue(2, 5))
     for number in range(200):

@@ -55,7 +55,6 @@ async def test_abort_ends_a_request_that_is_being_tokenized():
 
 async def test_a_cancelled_request_id_can_be_reused_at_once():
     """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
-
     async with served(rows=1) as at:
         request = tokenized(1, request_id="mine", sampling_params=pb.SamplingParams(max_tokens=3))
         with held(at.engine) as go_on:

@@ -85,21 +85,13 @@ def test_free_memory_is_that_of_the_container(tmp_path, monkeypatch, path, limit
     assert free_memory(torch.device("cpu")) == expected
 
 
-BLOCK_SHAPES = [LayerShape(2, 64), LayerShape(1, 128)]
-
-
-def make_pool(num_rows: int = 4, max_length: int = 400, dtype: torch.dtype = torch.float32) -> BlockPool:
-    return BlockPool(BLOCK_SHAPES, num_rows, max_length, dtype)
-
-
 def test_memory_of_released_rows_is_returned():
-    pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
+    pool = BlockPool([LayerShape(2, 64), LayerShape(1, 128)], 8, 2000, torch.bfloat16)
     for row in range(8):
         blocks, _ = pool.reach(row, np.array([2000]))
         for cache in pool.caches:
             cache[blocks] = 7
     for row in range(8):
         pool.release(row)
-    assert (
-        sum(int((cache != 0).sum()) for cache in pool.caches) <= FREE_BLOCKS * BLOCK_TOKENS * pool.bytes_per_token // 2
-    )
+    num_held = sum(int((cache != 0).sum()) for cache in pool.caches)
+    assert num_held <= FREE_BLOCKS * BLOCK_TOKENS * pool.bytes_per_token // 2

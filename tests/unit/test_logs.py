@@ -39,12 +39,6 @@ def test_events_and_records_of_python_are_lines_of_one_form():
     assert "ValueError: two\nlines" in lines[2]["exception"]
 
 
-def test_repeated_events_become_one_line_with_a_count():
-    times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
-    sparse = Sparse(5.0, lambda: next(times))
-    assert [sparse.pass_on(kind) for kind in "aaabaa"] == [0, None, None, 0, 2, None]
-
-
 def test_logs_of_libraries_cannot_fill_the_disk():
     stream = io.StringIO()
     set_up_logs(stream=stream)

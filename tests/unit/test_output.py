@@ -28,15 +28,6 @@ def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, e
     assert (tmp_path / "out").read_text(encoding) == told
 
 
-def test_a_line_is_out_before_what_follows_on_stderr(tmp_path, monkeypatch):
-    """With PYTHONUNBUFFERED the statistics of `generate` came before the end of its text."""
-    with io.TextIOWrapper(io.FileIO(tmp_path / "out", "w"), write_through=True) as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        with printing():
-            print("a line")
-            assert (tmp_path / "out").read_text() == "a line\n"
-
-
 def code_of_version(monkeypatch, out) -> int:
     """Exit code of `speclen --version` that prints to this file."""
     monkeypatch.setattr(sys, "stdout", out)

@@ -68,12 +68,6 @@ def test_without_draft_only_plain_decoding_is_profiled(folders):
         fit_settings(pair, GRID)
 
 
-def test_settings_are_cut_to_the_context_or_refused(pair):
-    assert fit_settings(pair, ProfileSettings(prompt_tokens=(32, 4096))).prompt_tokens == (32, (256 - 36) // 2)
-    with pytest.raises(ValueError, match="context of 256"):
-        fit_settings(pair, ProfileSettings(lengths=(0, 64)))
-
-
 def test_pauses_of_the_machine_do_not_move_the_time():
     """Every fourth step stalled 10 to 100 times when another process took the core of a waiting thread."""
     rng = np.random.default_rng(0)

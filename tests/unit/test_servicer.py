@@ -51,7 +51,6 @@ async def test_what_is_wrong_is_named(request_, details):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_reads_nothing_loses_its_slot_and_gets_the_reason(stream):
     """Its window of 16 kB holds some messages of a stream, but not the first of a whole answer."""
-
     async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
         sampling = pb.SamplingParams(max_tokens=150, ignore_eos=True, logprobs=20, n=2)
         call = stub.Generate(tokenized(1, sampling_params=sampling, stream=stream), timeout=30)
@@ -81,7 +80,6 @@ async def tokens_of(engine: AsyncEngine, request: GenerationRequest, caller: str
 
 async def test_two_requests_of_one_name_do_not_wait_for_each_other():
     """Over HTTP a request's name is not that of its call. The second request was once never answered."""
-
     async with served(rows=1) as at:
         engine = at.async_engine
         tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(2)]
@@ -106,7 +104,6 @@ async def test_a_slow_reader_holds_no_slot_once_the_engine_is_done():
 
 async def test_a_request_of_64_sequences_does_not_delay_others():
     """Story: it took 64 places, and others waited until nearly all of them had ended."""
-
     async with served(rows=2) as at:
         sampling = {"max_tokens": 4, "ignore_eos": True}
         many = asyncio.create_task(

@@ -4,17 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from speclen.integrations.vllm.engine import (
-    check_config,
-    check_parts,
-    configured_table,
-    context_key,
-    graph_shapes,
-    limits_of,
-    names_of,
-    remarks,
-    traits_of,
-)
+from speclen.integrations.vllm import engine
 from speclen.integrations.vllm.settings import as_variables, settings_from
 from speclen.integrations.vllm.steering import FLAGGED, MIN_SAMPLES, CautiousLengths
 from speclen.records import PLAIN, Arm, Choice, Limits, StepFlag, StepRecord
@@ -32,10 +22,10 @@ NEITHER = ("medusa", "suffix", "mlp_speculator", "custom_class", "extract_hidden
 def test_methods_with_variable_lengths_are_accepted_and_others_refused(method, is_v2):
     config = fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2)
     if method in BOTH or (is_v2 and method in V2_ALONE):
-        check_config(config)
+        engine.check_config(config)
         return
     with pytest.raises(ValueError, match=rf"the method '{method}' .*V{1 + is_v2}.*use one of draft_model, "):
-        check_config(config)
+        engine.check_config(config)
 
 
 LAUNCHER = {"parallel_config__distributed_executor_backend": "external_launcher"}
@@ -56,7 +46,7 @@ LAUNCHER = {"parallel_config__distributed_executor_backend": "external_launcher"
 )
 def test_unsupported_configurations_are_refused_with_advice(changes, named, way_out):
     with pytest.raises(ValueError, match=rf"{named}.*: {way_out}"):
-        check_config(fake_vllm.config(**changes))
+        engine.check_config(fake_vllm.config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -69,19 +59,19 @@ def test_unsupported_configurations_are_refused_with_advice(changes, named, way_
     ],
 )
 def test_similar_but_supported_configurations_are_accepted(changes):
-    check_config(fake_vllm.config(**changes))
+    engine.check_config(fake_vllm.config(**changes))
 
 
 def test_only_dense_replicas_that_vllm_splits_are_accepted():
-    check_config(fake_vllm.config(parallel_config__data_parallel_size=2), is_whole=True)
+    engine.check_config(fake_vllm.config(parallel_config__data_parallel_size=2), is_whole=True)
     with pytest.raises(ValueError, match="start 2 servers"):
-        check_config(fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True)
+        engine.check_config(fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True)
 
 
 PARTS = {
     "Scheduler": {*dir(fake_vllm.Scheduler), *vars(fake_vllm.Scheduler(fake_vllm.config()))},
     **{
-        part.__name__: names_of(part)
+        part.__name__: engine.names_of(part)
         for part in (
             fake_vllm.SchedulerOutput,
             fake_vllm.NewRequestData,
@@ -104,9 +94,9 @@ PARTS = {
     ],
 )
 def test_a_version_without_a_part_is_refused_by_the_parts_name(version, part, name):
-    check_parts(version, PARTS)
+    engine.check_parts(version, PARTS)
     with pytest.raises(ValueError, match=rf"vLLM {version} has no {part}.{name}: install one of 0.32"):
-        check_parts(version, {**PARTS, part: PARTS[part] - {name}})
+        engine.check_parts(version, {**PARTS, part: PARTS[part] - {name}})
 
 
 @pytest.mark.parametrize(
@@ -114,10 +104,10 @@ def test_a_version_without_a_part_is_refused_by_the_parts_name(version, part, na
 )
 def test_versions_before_lengths_were_followed_are_refused(version, is_taken):
     if is_taken:
-        check_parts(version, PARTS)
+        engine.check_parts(version, PARTS)
         return
     with pytest.raises(ValueError, match=rf"vLLM is {version}: upgrade it to 0.33"):
-        check_parts(version, PARTS)
+        engine.check_parts(version, PARTS)
 
 
 def test_a_part_is_known_by_what_its_constructor_sets():
@@ -125,7 +115,7 @@ def test_a_part_is_known_by_what_its_constructor_sets():
         def __init__(self):
             self.num_computed_tokens = 0
 
-    assert "num_computed_tokens" in names_of(Request)
+    assert "num_computed_tokens" in engine.names_of(Request)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +128,7 @@ def test_a_part_is_known_by_what_its_constructor_sets():
     ],
 )
 def test_v1_drafts_nothing_near_the_draft_models_limit_and_v2_takes_results_before_it_drafts(changes, longest, late):
-    traits = traits_of(fake_vllm.config(**changes))
+    traits = engine.traits_of(fake_vllm.config(**changes))
     assert (traits.longest_context, traits.late_drafts) == (longest, late)
 
 
@@ -209,7 +199,7 @@ def test_recurrent_models_never_get_length_0():
 
 def test_the_context_names_what_step_times_depend_on():
     settings = settings_from({"SPECLEN_CONTROLLER": "127.0.0.1:9"})
-    key = context_key(fake_vllm.config(), settings, fake_vllm.PLATFORM, "0.32.0")
+    key = engine.context_key(fake_vllm.config(), settings, fake_vllm.PLATFORM, "0.32.0")
     assert key.target.startswith("target#")
     assert key.draft.startswith("draft#")
     assert key.dtype == "bfloat16"
@@ -220,21 +210,21 @@ def test_the_context_names_what_step_times_depend_on():
         {"model_config__enforce_eager": False},
         {"cache_config__cache_dtype": "fp8"},
     ):
-        other = context_key(fake_vllm.config(**change), settings, fake_vllm.PLATFORM, "0.32.0")
+        other = engine.context_key(fake_vllm.config(**change), settings, fake_vllm.PLATFORM, "0.32.0")
         assert other.engine_fingerprint != key.engine_fingerprint, change
     gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda", get_device_name=lambda: "NVIDIA H100")
     several = fake_vllm.config(parallel_config__world_size=4)
-    assert context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
+    assert engine.context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
     named = settings_from({"SPECLEN_CONTROLLER": "127.0.0.1:9", "SPECLEN_WORKER_TARGET": "bundled:target"})
-    assert context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
+    assert engine.context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
 
 
 def test_the_configured_table_is_vllms_own():
     lookup = fake_vllm.lookup_of(fake_vllm.config())
-    limits = limits_of(lookup, 5)
+    limits = engine.limits_of(lookup, 5)
     assert limits == Limits(8, 5)
-    assert configured_table(lookup, "adaptive", limits).arms[1:] == (*[Arm(5)] * 4, *[Arm(2)] * 4)
-    assert configured_table(lookup, "none", limits).arms[1:] == (PLAIN,) * 8
+    assert engine.configured_table(lookup, "adaptive", limits).arms[1:] == (*[Arm(5)] * 4, *[Arm(2)] * 4)
+    assert engine.configured_table(lookup, "none", limits).arms[1:] == (PLAIN,) * 8
 
 
 def test_sentences_name_variables_for_our_flags_and_leave_vllms():
