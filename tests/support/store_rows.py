@@ -1,7 +1,6 @@
 """Plausible rows for tests: one context, one worker, any number of reports."""
 
 import os
-import subprocess
 import sys
 import threading
 import time

@@ -3,13 +3,12 @@
 import asyncio
 import math
 import re
-import threading
 
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.controller.service.controller_metrics import ControllerCollector, range_label
+from speclen.controller.service.controller_metrics import range_label
 from speclen.store.connection import connect_reader
 from speclen.store.queries import workers
 from speclen.v1 import control_pb2 as pb

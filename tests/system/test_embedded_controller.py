@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from speclen.store.files import is_locked
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
-from tests.support.control_fakes import CONTEXT, running_controller
-from tests.support.control_parts import client, step
+from tests.support.control_fakes import running_controller
+from tests.support.control_parts import client
 from tests.support.store_rows import rows
 from tests.support.waiting import on_loop_until, until
 

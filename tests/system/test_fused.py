@@ -1,28 +1,21 @@
 """Triton's kernels compute what the plain operators do. Without a GPU they run in Triton's interpreter, see conftest."""
 
-import copy
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support import engines, tiny_models
+from tests.support import engines
 
 pytest.importorskip("triton")
 
-from triton.runtime.interpreter import InterpretedFunction
 
-from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
-from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
 from speclen.worker.backends.torch import captured_model, fused, llama
-from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.backends.torch.captured_model import CapturedModel, RerunRecorder
 
 CONTEXT = 64

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import re
 import socket
 import ssl
 import time

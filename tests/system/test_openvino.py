@@ -1,24 +1,19 @@
 """OpenVINO runs the models that pass its check; torch runs all others, after one log line."""
 
 import copy
-import gc
 import logging
 import random
 import re
 import subprocess
 import sys
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from speclen.worker.backends import openvino, threads
-from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import no_room
-from speclen.worker.backends.openvino.blocks import BlockPool
 from speclen.worker.backends.torch.cached_model import CachedModel
-from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.preparation import EngineConfig, PreparedPair, prepare
 from speclen.worker.frontend import worker_server

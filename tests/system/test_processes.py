@@ -11,7 +11,7 @@ from speclen.cli.app import settings_of_verb
 from speclen.cli.support import processes
 from speclen.cli.support.flags import check_environment
 from speclen.cli.support.output import UserError
-from speclen.cli.support.processes import FIRST_PAUSE_S, Child, stop_all
+from speclen.cli.support.processes import Child, stop_all
 from tests.support.waiting import PATIENCE_S, is_alive, until
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence

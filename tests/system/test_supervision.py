@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import speclen.process.supervision
-from speclen.process.supervision import PartFailedError, Supervisor, until_one_fails
+from speclen.process.supervision import Supervisor
 from tests.support.waiting import PATIENCE_S
 
 

@@ -1,10 +1,8 @@
-"""A table has an arm for every batch size, and a profile's table takes the length with the least time per token."""
+"""A table has an arm for every batch size within the limits, and drafting does not stop and resume all the time."""
 
-import pytest
 
-from speclen.records import PLAIN, Arm, Choice, Limits, ProfileCell
+from speclen.records import PLAIN, Arm, Choice, Limits
 from speclen.worker.arms import CONTRARY_STEPS, ArmTable, SteadyDrafts
-from speclen.worker.profiling.file import table_from_profile
 
 LIMITS = Limits(16, 8)
 

@@ -1,6 +1,5 @@
 """Settings that cannot work are refused by the name of their flag before anything starts."""
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -8,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from speclen.controller.config import ControllerConfig
-from speclen.records import PLAIN, Arm, ContextKey, Limits, Profile, ProfileCell
+from speclen.records import PLAIN, Arm, Limits
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.frontend.worker_server import check_config, initial_table
-from speclen.worker.profiling.file import ProfileDocument
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from speclen.records import Arm
 from speclen.worker.arms import FixedArm
-from speclen.worker.backends.check import inspect_layers
-from speclen.worker.backends.torch.attention import install
-from speclen.worker.backends.torch.llama import FIRST_POSITIONS, rewrite
 from speclen.worker.models.loading import load_pair
 from tests.support import engines, tiny_models
 from tests.support.engines import BACKENDS, generate, make_engine, make_pair, request

@@ -1,4 +1,4 @@
-"""Streamed pieces add up to the text of all tokens; no piece ends inside a character or shows part of a stop string."""
+"""Streamed pieces add up to the text of all tokens, and no piece ends inside a character."""
 
 import random
 
@@ -7,14 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from speclen.worker.http.answers import chat_logprobs
-from speclen.worker.requests.detokenize import (
-    REPLACEMENT,
-    Detokenizer,
-    StopStrings,
-    make_decode,
-    make_token_bytes,
-    spelled_tokens,
-)
+from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, make_decode, make_token_bytes
 from speclen.worker.requests.request import TokenLogprobs
 from tests.support import tiny_models
 

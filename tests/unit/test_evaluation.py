@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from speclen.records import MAX_EVALUATIONS, PLAIN, Arm, Limits, OutputEvaluation
+from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine import evaluation as evaluating
 from speclen.worker.engine.engine import Engine
 from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from unittest import mock
 
 import pytest
@@ -10,9 +9,8 @@ from grpc import aio
 from prometheus_client import generate_latest
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest, SamplingParams
+from speclen.worker.requests.request import SamplingParams
 from tests.support.served import ENDLESS, held, served, tokenized
-from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 

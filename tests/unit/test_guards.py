@@ -11,7 +11,7 @@ from speclen.controller.wire.messages import InvalidMessageError, read_baseline,
 from speclen.records import Arm, Choice, Hold, Limits
 from speclen.store import queries
 from speclen.store.connection import connect_reader
-from speclen.store.schema import HoldsRow, TrialRow
+from speclen.store.schema import HoldsRow
 from speclen.v1 import control_pb2 as pb
 from tests.support.control_fakes import report
 from tests.support.fake_estimator import FakeEstimator, FakeEstimators

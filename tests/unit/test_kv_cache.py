@@ -1,7 +1,6 @@
-"""A row keeps its place and its contents, whatever other rows do, and memory follows the tokens in use."""
+"""Rows are moved and released, and memory follows the tokens in use and the limits of the container."""
 
 import math
-import random
 import sys
 
 import numpy as np

@@ -1,17 +1,10 @@
-"""Reports are passed to the estimator in one call per worker; an estimator's error resets its context alone.
-
-And what was predicted is compared with what was observed.
-"""
-
-import asyncio
-import math
+"""An estimator's error resets its context alone; probes go to workers that follow; predictions meet observations."""
 
 import pytest
 
 from speclen.controller.service.journal import PredictedTimes
 from speclen.controller.service.learner import MAX_SAMPLE_EVERY, PERIOD_S, PredictionError, Sampling
-from speclen.records import Arm, Choice, Limits, Profile, ProfileCell, StepFlag, StepRecord, Table
-from tests.support.control_fakes import report
+from speclen.records import Arm, Choice, StepFlag, StepRecord, Table
 from tests.support.service_parts import ELSEWHERE, KEY, Parts
 
 

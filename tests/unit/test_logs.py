@@ -8,7 +8,7 @@ import pytest
 import structlog
 from google.protobuf.message import DecodeError
 
-from speclen.process.logs import Sparse, set_up_logs
+from speclen.process.logs import set_up_logs
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """A failing standard output ends a command with one sentence, and text is printed on any terminal."""
 
-import errno
-import io
 import os
 import sys
 from pathlib import Path

@@ -2,15 +2,12 @@
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 
 from speclen.worker.backends.torch.captured_model import Recorder, RerunRecorder
-from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.detokenize import Detokenizer
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.sampling import grammar as grammar_module

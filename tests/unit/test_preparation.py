@@ -1,4 +1,4 @@
-"""Pools fit the memory there is, and the caller's models stay as they are."""
+"""Pools fit the memory there is, and OpenVINO is used where it was tested."""
 
 import re
 
@@ -10,7 +10,7 @@ from speclen.worker.backends import openvino
 from speclen.worker.backends.torch.packed_linear import PackedLinear
 from speclen.worker.engine.preparation import EngineConfig, fit_rows, prepare
 from speclen.worker.models.naming import ModelError
-from tests.support import engines, tiny_models
+from tests.support import engines
 
 
 def test_weights_are_not_copied_where_memory_is_short(monkeypatch):

@@ -1,16 +1,13 @@
-"""The scoreboard: runs are paired, the oracle scores 100, bad rules lose, and differences carry their standard error."""
+"""The scoreboard: the oracle scores 100, and differences carry their standard error."""
 
-from collections.abc import Callable
 
 import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner
-from speclen.bench.simulation.play import Worker, play
-from speclen.bench.simulation.policy import DEFAULT, Difference, Run, Variant, difference, run
+from speclen.bench.simulation.play import play
+from speclen.bench.simulation.policy import Run, difference
 from speclen.bench.simulation.world import Scene
 from speclen.bench.simulation.worlds import WORLDS
-from speclen.controller.estimator import EstimatorSettings
-from speclen.records import Arm, StepRecord
 
 WITHOUT_CHANGES = [name for name, world in WORLDS.items() if not world.stages and len(world.machines) == 1]
 

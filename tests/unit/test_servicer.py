@@ -15,12 +15,11 @@ from structlog.testing import capture_logs
 from speclen.process.credentials import Keyring
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.frontend.async_engine import MAX_WAITING_TOKENS, AsyncEngine, OutputRelay, OutputStream
+from speclen.worker.frontend.async_engine import AsyncEngine
 from speclen.worker.frontend.generation_servicer import caller_of
-from speclen.worker.requests.request import FinishReason, GenerationRequest, SequenceOutput, SlowReaderError
+from speclen.worker.requests.request import GenerationRequest
 from tests.support import engines
 from tests.support.served import ENDLESS, sampled, served, tokenized
-from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 

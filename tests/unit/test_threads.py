@@ -6,11 +6,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from speclen.records import PLAIN
-from speclen.worker.arms import FixedArm
 from speclen.worker.backends import threads
 from speclen.worker.backends.threads import ThreadChoice, read_usage, watch_cores
-from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.requests.request import FinishReason
 from tests.support.engines import generate, make_engine, make_pair, request
 

@@ -1,6 +1,5 @@
-"""Forced tool calls: their grammars, and the answers that callers receive, whole and streamed."""
+"""Forced tool calls: which are refused, and the answers that callers receive, whole and streamed."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,7 +6,7 @@ import pytest
 
 from speclen.integrations.vllm import engine
 from speclen.integrations.vllm.settings import as_variables, settings_from
-from speclen.integrations.vllm.steering import FLAGGED, MIN_SAMPLES, CautiousLengths
+from speclen.integrations.vllm.steering import MIN_SAMPLES, CautiousLengths
 from speclen.records import PLAIN, Arm, Choice, Limits, StepFlag, StepRecord
 from speclen.worker.arms import ArmChoice, ArmTable
 from tests.support import fake_vllm

@@ -14,7 +14,7 @@ import pytest
 
 from speclen.integrations.vllm.steering import OVERLAPPED_PROBE_STEPS, PROBE_STEPS
 from speclen.integrations.vllm.steps import Traits
-from speclen.integrations.vllm.timing import DeviceClock, StepShape, overlap_flags
+from speclen.integrations.vllm.timing import DeviceClock
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.arms import ArmChoice
 from tests.support import fake_vllm
