@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
@@ -24,6 +25,7 @@ from tests.support.store_rows import rows
 
 CODES = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL"}
 CODES |= {"UNIMPLEMENTED", "DEADLINE_EXCEEDED", "NOT_FOUND"}
+SEQS = itertools.count(1, 3)
 OURS = "its log says why"  # of an exception in a servicer; gRPC's own INTERNAL is of bytes that are no message
 SAMPLING = generation.SamplingParams(
     temperature=0.7, top_p=0.9, top_k=40, max_tokens=16, stop=["\n\n"], stop_token_ids=[3], logit_bias={5: 1.0}, n=2
@@ -40,7 +42,7 @@ HTTP = (
 
 def reports(dice: random.Random) -> control.StreamReportsRequest:
     """Reports that the controller has not seen, of a worker that it knows."""
-    first = dice.randrange(1, 2**40)
+    first = next(SEQS)
     message = group(first, first + 2)
     message.worker.CopyFrom(identity("reporter"))
     return message
