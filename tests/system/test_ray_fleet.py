@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import httpx
@@ -30,26 +31,11 @@ from tests.support.waiting import PATIENCE_S
 from tests.support.waiting import on_loop_until as until
 
 
-class FakeContext:
+def fake_context(*metadata: tuple[str, str]) -> Any:
     """Serve's gRPC context, as far as it is used."""
-
-    def __init__(self, *metadata: tuple[str, str]) -> None:
-        self.metadata, self.code, self.details = metadata, None, ""
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        self.code = code
-
-    def set_details(self, details: str) -> None:
-        self.details = details
-
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        self.trailing = metadata
-
-    def invocation_metadata(self) -> Any:
-        return self.metadata
-
-    def peer(self) -> str:
-        return "ipv4:10.0.0.1:5000"
+    context = mock.Mock(spec=["set_code", "set_details", "set_trailing_metadata", "invocation_metadata", "peer"])
+    context.invocation_metadata.return_value, context.peer.return_value = metadata, "ipv4:10.0.0.1:5000"
+    return context
 
 
 # Settings.
@@ -107,7 +93,7 @@ def test_the_ray_flag_needs_no_address():
 
 
 async def test_an_aborted_call_keeps_its_status_and_earlier_messages():
-    outer = FakeContext()
+    outer = fake_context()
     call = ServeCall(outer)
 
     async def work() -> None:
@@ -118,11 +104,12 @@ async def test_an_aborted_call_keeps_its_status_and_earlier_messages():
     assert await anext(messages) == 1
     with pytest.raises(CallEndedError, match="RESOURCE_EXHAUSTED: full"):
         await anext(messages)
-    assert (outer.code, outer.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    outer.set_code.assert_called_once_with(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    outer.set_details.assert_called_once_with("full")
 
 
 async def test_a_cancelled_call_cancels_its_work():
-    ended, call = asyncio.Event(), ServeCall(FakeContext())
+    ended, call = asyncio.Event(), ServeCall(fake_context())
 
     async def work() -> None:
         try:
@@ -139,13 +126,13 @@ async def test_a_cancelled_call_cancels_its_work():
 
 def test_a_wrong_token_is_refused_before_anything_is_done():
     keyring = Keyring(["0123456789abcdef"])
-    check_token(None, FakeContext(), insecure=True)
-    check_token(keyring, FakeContext(("authorization", "Bearer 0123456789abcdef")), insecure=False)
+    check_token(None, fake_context(), insecure=True)
+    check_token(keyring, fake_context(("authorization", "Bearer 0123456789abcdef")), insecure=False)
     for known, metadata in ((keyring, ()), (keyring, (("authorization", "Bearer wrong"),)), (None, ())):
-        outer = FakeContext(*metadata)
+        outer = fake_context(*metadata)
         with pytest.raises(CallEndedError):
             check_token(known, outer, insecure=False)
-        assert outer.code is grpc.StatusCode.UNAUTHENTICATED
+        outer.set_code.assert_called_once_with(grpc.StatusCode.UNAUTHENTICATED)
 
 
 # The controller inside a process of Ray's.
@@ -198,7 +185,7 @@ async def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tm
     watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
     try:
         request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)
-        answers = [message async for message in worker.generate(request, FakeContext())]
+        answers = [message async for message in worker.generate(request, fake_context())]
         async with httpx.AsyncClient(transport=httpx.ASGITransport(worker.http), base_url="http://ray") as client:
             body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
             whole = (await client.post("/v1/completions", json=body)).json()

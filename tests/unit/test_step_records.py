@@ -5,10 +5,9 @@ import random
 import pytest
 
 from speclen.controller.wire.ingest import read_step
-from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, RequestClass, StepFlag
+from speclen.records import NGRAM_MAX_TOKENS, PLAIN, Arm, StepFlag
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.conversions import to_report
-from speclen.worker.requests.request import SamplingParams
 from tests.support import engines
 from tests.support.control_parts import worker_metrics
 from tests.support.engines import LONG, LOOP, PROMPT, Arms, Collected, RandomArms, generate, make_engine, request
@@ -79,19 +78,6 @@ def test_counts_are_those_of_the_passes(chooser):
     assert by_position == sorted(by_position, reverse=True)
     assert by_position[0] <= drafts <= proposed == sum(collected.last(at).num_draft_tokens for at in names)
     assert drafts <= load().num_row_steps
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        ({}, RequestClass.GREEDY),
-        ({"temperature": 1.0, "top_k": 1}, RequestClass.GREEDY),
-        ({"temperature": 0.7}, RequestClass.LOW_TEMPERATURE),
-        ({"temperature": 0.8}, RequestClass.HIGH_TEMPERATURE),
-    ],
-)
-def test_the_class_follows_from_the_sampling(sampling, expected):
-    assert SamplingParams(**sampling).request_class == expected
 
 
 def num_new(chooser: Arms) -> list[int]:
