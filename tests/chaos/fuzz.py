@@ -143,9 +143,11 @@ def code_of(channel: grpc.Channel, method: str, data: bytes) -> str:
         else:
             channel.unary_unary(method)(data, timeout=3)
     except grpc.RpcError as error:
-        assert OURS not in (error.details() or ""), f"{method} failed on {data!r:.300}"
-        return error.code().name
-    return "OK"
+        code, details = error.code().name, error.details() or ""
+    else:
+        return "OK"
+    assert OURS not in details, f"{method} failed on {data!r:.300}"
+    return code
 
 
 def send_http(front: str, data: bytes) -> None:

@@ -118,7 +118,9 @@ def test_a_misspelt_verb_gets_a_suggestion():
     assert result.stderr.strip() == "speclen: there is no verb 'genrate'; did you mean 'generate'?"
 
 
-VALUES = f"--top-k -1,--seed -1,--seed {2**64},--max-tokens {2**32},--temperature nan,--temperature -1,--top-p 2,--n 65,"
+VALUES = (
+    f"--top-k -1,--seed -1,--seed {2**64},--max-tokens {2**32},--temperature nan,--temperature -1,--top-p 2,--n 65,"
+)
 VALUES += "--timeout-s nan,--timeout-s 1e300,--speculation 99999999999999999999,--stop \udcff,--worker nowhere"
 
 

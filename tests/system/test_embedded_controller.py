@@ -1,6 +1,5 @@
 """An embedded controller outlives the process that started it, ends with its last user, and is restarted after a kill."""
 
-import asyncio
 import contextlib
 import os
 import re
@@ -25,7 +24,6 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support.addresses import free_address
 from tests.support.control_fakes import running_controller
-from tests.support.control_parts import client
 from tests.support.store_rows import rows
 from tests.support.waiting import on_loop_until, until
 

@@ -1,6 +1,5 @@
 """A table has an arm for every batch size within the limits, and drafting does not stop and resume all the time."""
 
-
 from speclen.records import PLAIN, Arm, Choice, Limits
 from speclen.worker.arms import CONTRARY_STEPS, ArmTable, SteadyDrafts
 

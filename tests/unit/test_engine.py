@@ -166,7 +166,11 @@ def test_a_large_request_waits_for_memory_and_is_not_overtaken():
     while engine.load().num_running or engine.load().num_waiting:
         engine.step()
         seen.append({row.request.request_id for row in engine.scheduler.rows})
-    assert [names for at, names in enumerate(seen) if names and names not in seen[:at]] == [{"small"}, {"large"}, {"small, too"}]
+    assert [names for at, names in enumerate(seen) if names and names not in seen[:at]] == [
+        {"small"},
+        {"large"},
+        {"small, too"},
+    ]
     assert engine.scheduler.num_reserved_tokens == 0
 
 

@@ -9,7 +9,6 @@ from grpc import aio
 from prometheus_client import generate_latest
 
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.requests.request import SamplingParams
 from tests.support.served import ENDLESS, held, served, tokenized
 from tests.support.waiting import on_loop_until as until
 

@@ -6,7 +6,7 @@ import pytest
 
 from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.messages import MAX_INTEGER, InvalidMessageError
-from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
+from speclen.records import Arm, Limits, StepFlag, StepRecord
 from speclen.v1 import control_pb2 as pb
 from tests.support.control_fakes import report
 

@@ -6,7 +6,6 @@ import pytest
 
 from speclen.store.schema import ReportRow
 from speclen.store.transaction import Refusal, ReportsRefusedError
-from tests.support.control_fakes import report
 from tests.support.service_parts import KEY, Parts, seqs_of
 from tests.support.waiting import PATIENCE_S
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from speclen.cli import app
 from speclen.cli.app import main
 from speclen.cli.generate import print_stream
 from speclen.cli.support.output import printing

@@ -1,6 +1,5 @@
 """The scoreboard: the oracle scores 100, and differences carry their standard error."""
 
-
 import pytest
 
 from speclen.bench.simulation.learners import Fixed, Learner

@@ -65,7 +65,9 @@ def test_similar_but_supported_configurations_are_accepted(changes):
 def test_only_dense_replicas_that_vllm_splits_are_accepted():
     engine.check_config(fake_vllm.config(parallel_config__data_parallel_size=2), is_whole=True)
     with pytest.raises(ValueError, match="start 2 servers"):
-        engine.check_config(fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True)
+        engine.check_config(
+            fake_vllm.config(parallel_config__data_parallel_size=2, model_config__is_moe=True), is_whole=True
+        )
 
 
 PARTS = {
@@ -216,7 +218,9 @@ def test_the_context_names_what_step_times_depend_on():
     several = fake_vllm.config(parallel_config__world_size=4)
     assert engine.context_key(several, settings, gpu, "0.32.0").device == "cuda:NVIDIA H100 x4"
     named = settings_from({"SPECLEN_CONTROLLER": "127.0.0.1:9", "SPECLEN_WORKER_TARGET": "bundled:target"})
-    assert engine.context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith("bundled:target#")
+    assert engine.context_key(fake_vllm.config(), named, fake_vllm.PLATFORM, "0.32.0").target.startswith(
+        "bundled:target#"
+    )
 
 
 def test_the_configured_table_is_vllms_own():
