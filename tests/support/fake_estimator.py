@@ -24,7 +24,7 @@ from speclen.records import (
 
 
 class FakeEstimator:
-    """The arm in use is the one of the newest step if it follows them. shared: tells what fails, and notes calls."""
+    """The arm in use is the one of the newest step if it follows them. shared: tells what fails."""
 
     first_survival = ()
 
@@ -36,7 +36,6 @@ class FakeEstimator:
 
     def observe(self, records: Sequence[StepRecord], worker: str = "") -> Outcome:
         self.shared.reach("observe")
-        self.shared.calls.append((self.key, [step.seq for step in records], worker))
         self.num_steps.update(step.arm for step in records)
         return Outcome(self._choose(records[-1].arm), [])
 
@@ -89,14 +88,12 @@ class FakeEstimator:
 
 
 class FakeEstimators(dict[ContextKey, FakeEstimator]):
-    """fail: names of methods that raise. probes: whether every call of probe gives one. calls: (context, seqs, worker) of
-    every observe."""
+    """fail: names of methods that raise. probes: whether every call of probe gives one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fail: set[str] = set()
         self.probes, self.num_probes = False, 0
-        self.calls: list[tuple[ContextKey, list[int], str]] = []
         self.isolated: set[str] = set()
 
     def reach(self, name: str) -> None:

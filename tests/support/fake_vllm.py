@@ -94,10 +94,6 @@ class Scheduler:
         request = self.requests[name] = Request(name, num_prompt_tokens)
         self.waiting.append(request)
 
-    def finish(self, name: str) -> None:
-        request = self.requests.pop(name)
-        self.running = [each for each in self.running if each is not request]
-
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         free = min(self.max_num_running_reqs - len(self.running), self.most_admitted)
         new = self.waiting[:free]

@@ -18,7 +18,6 @@ from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.torch import captured_model, fused, llama
 from speclen.worker.backends.torch.captured_model import CapturedModel, RerunRecorder
 
-CONTEXT = 64
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
