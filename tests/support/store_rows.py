@@ -1,6 +1,8 @@
 """Plausible rows for tests: one context, one worker, any number of reports."""
 
+import ast
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -151,6 +153,19 @@ def spoil_a_page(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek((page - 1) * 4096)
         file.write(b"\x5a" * 4096)
+
+
+def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
+    """The same through the SQLite that Python itself was built with, as older tools would read it.
+
+    It runs in another process: two copies of SQLite in one process release each other's locks when one closes its file,
+    and a mapping that the other still uses is then truncated, which is a bus error once in many runs.
+    """
+    program = "import sqlite3, sys; print(list(sqlite3.connect(sys.argv[1], uri=True).execute(sys.argv[2])))"
+    arguments = [sys.executable, "-c", program, f"{path.absolute().as_uri()}?mode=ro", query]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    found: list[tuple[Any, ...]] = ast.literal_eval(done.stdout)
+    return found
 
 
 @contextmanager

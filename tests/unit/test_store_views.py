@@ -17,6 +17,7 @@ from tests.support.store_rows import (
     moment,
     rows,
     store_now,
+    system_sqlite_rows,
     worker,
 )
 
