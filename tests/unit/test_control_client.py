@@ -180,6 +180,16 @@ def test_an_old_probe_is_forgotten_and_one_beyond_the_limits_is_not_used():
     assert control.choose(1).probe_id == 0
 
 
+def test_the_buffer_is_bounded_and_counts_what_it_drops():
+    buffer = ReportBuffer(max_buffered=5)
+    for _ in range(8):
+        buffer.append(step())
+    buffer.trim()
+    assert (buffer.num_dropped, [record.seq for record in buffer.after(0, 10)]) == (3, [4, 5, 6, 7, 8])
+    buffer.forget_until(7)
+    assert [record.seq for record in buffer.after(0, 10)] == [8]
+
+
 def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
     buffer = ReportBuffer(10**6, sample_every=3)
     for number in range(6 * BLOCK):

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,23 +81,6 @@ async def test_a_controller_of_another_machine_is_refused_and_one_of_another_ver
         else:
             assert await controller.address() == await controller.address() == "127.0.0.1:7"
             assert capsys.readouterr().out.count("is of speclen 0.0.1 and this is") == 1
-    controller.close()
-
-
-async def test_a_controller_that_ends_again_and_again_is_started_after_growing_pauses(tmp_path, monkeypatch):
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    ended = SimpleNamespace(poll=lambda: -9, returncode=-9)
-    monkeypatch.setattr(embedded.subprocess, "Popen", lambda *_, **__: ended)
-    monkeypatch.setattr(embedded.asyncio, "sleep", sleep)
-    controller = EmbeddedController({"SPECLEN_DATA_DIR": str(tmp_path)})
-    for _ in range(9):
-        with pytest.raises(OSError, match="has ended: it was sent a signal: Killed"):
-            await controller.address()
-    assert slept[::2] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
     controller.close()
 
 

@@ -11,14 +11,7 @@ import speclen.worker.profiling.profiler
 from speclen.worker.backends.passes import StepRows
 from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import (
-    Profiler,
-    ProfileSettings,
-    fit_settings,
-    measured_cell,
-    quick_settings,
-    survival,
-)
+from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, measured_cell, quick_settings
 from speclen.worker.profiling.prompts import PromptSource
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
@@ -77,10 +70,3 @@ def test_pauses_of_the_machine_do_not_move_the_time():
     assert cell.step_s == pytest.approx(0.03, rel=0.03)
     assert 0 < cell.step_s_stderr < 0.03 * 0.05
     assert (cell.num_steps, cell.mean_context_length) == (60, 50.0)
-
-
-def test_survival_counts_a_full_run_as_censored_and_is_zero_without_rows():
-    """Ten sequences at length 1, all accepted, are censored at position 2; ten at length 2 are not."""
-    assert survival({1: [0, 10], 2: [5, 3, 2]}) == (pytest.approx([15 / 20, 15 / 20 * 2 / 5]), [20, 5])
-    assert survival({}) == survival({0: [50]}) == ([], [])
-    assert survival({3: [4, 0, 0, 0]}) == ([0.0, 0.0, 0.0], [4, 0, 0])

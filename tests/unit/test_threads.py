@@ -28,11 +28,6 @@ def test_a_containers_quota_bounds_the_threads(monkeypatch):
     assert found == [64, 3, 1]
 
 
-def test_a_crowded_machine_takes_a_thread_at_a_time():
-    choice = ThreadChoice(3)
-    assert [choice.update(0.4, 0.0, now) for now in (1.0, 1.5, 2.0, 2.5)] == [2, 1, 1, 1]
-
-
 def test_a_thread_comes_back_when_a_core_is_free():
     choice = ThreadChoice(2)
     assert choice.update(0.4, 0.0, 10.0) == 1
