@@ -180,7 +180,7 @@ def facts(engine: Any) -> dict[str, Any]:
 
     config = engine.vllm_config
     return {
-        **provenance("scripts/vllm_check"),
+        **provenance(f"scripts/vllm/{Path(sys.argv[0]).name}"),
         "device": "cpu",
         "torch": torch.__version__,
         "vllm": vllm.__version__,
