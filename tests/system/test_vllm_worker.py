@@ -135,7 +135,7 @@ def test_a_controller_that_never_answers_delays_no_step(scheduler_for):
 
 def test_a_slow_controller_delays_no_step_and_gets_all_reports(tmp_path, scheduler_for):
     with controller(tmp_path, length=3) as there:
-        for name in ("learn", "table"):  # each takes SLOW_S, in which the controller does nothing else
+        for name in ("learn", "table_in_use"):  # each takes SLOW_S, in which the controller does nothing else
             act = getattr(there.service, name)
             setattr(there.service, name, lambda *given, act=act: time.sleep(SLOW_S) or act(*given))
         scheduler = joined(scheduler_for(SPECLEN_CONTROLLER=there.address))
