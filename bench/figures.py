@@ -46,12 +46,12 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-LEARNED = ("adaptive", "seeded", "profile")
+LEARNED = ("adaptive", "seeded", "profile")  # policies with a table by batch size
 Rates = Mapping[str, Mapping[str, float]]  # by policy and number of concurrent requests
 
 
 def as_table(name: str, rates: Rates) -> str:
-    """Tokens per second by number of requests; in brackets relative to the best that does not learn."""
+    """Tokens per second by number of requests; in brackets relative to the best without a table."""
     sizes = sorted({int(size) for row in rates.values() for size in row})
     width = max(map(len, (*rates, name))) + 12
     lines = [f"{name}, tokens/s".ljust(width) + "".join(f"{size} at once".rjust(16) for size in sizes)]

@@ -285,7 +285,8 @@ class Measured(Loop):
     def steady(self, num_rows: int, num_steps: int, before: Callable[[int], None] = lambda step: None) -> float:
         """Seconds that num_steps steps of num_rows requests take, after some that are not measured.
 
-        before: called with each step's number."""
+        before: called with each step's number.
+        """
         names = [self.add(prompt_of(number), CONTEXT_TOKENS - 200) for number in range(num_rows)]
         for _ in range(self.num_first):
             self.engine.step()

@@ -65,10 +65,14 @@ LONG_TAILED = replace(MIXED, mean_tokens=128, sigma=1.0, longest=768)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of a closed loop. mixes: each with the number of its requests under way. num_requests: in the stage."""
+    """A stretch of a closed loop. mixes: each with the number of its requests under way. num_requests: in the stage.
+
+    streamed: False for jobs that read whole answers.
+    """
 
     mixes: tuple[tuple[int, Mix], ...]
     num_requests: int
+    streamed: bool = True
 
     @property
     def at_once(self) -> int:
@@ -94,16 +98,14 @@ GROWING = (1.0, 2.0, 3.0, 4.0)
 class TrackRecipe:
     """Recipe for the blocks of a named workload.
 
-    stages: of a closed loop; empty: requests of `mix` arrive at the loads of ALTERNATING. streamed: False for jobs that read
-    whole answers. block_s: seconds that a block of arrivals takes, and that one of stages takes roughly. burstiness:
-    coefficients of variation of the gaps between arrivals, gamma distributed, one a block, in turn; 1 is Poisson, more is
-    burstier.
+    stages: of a closed loop; empty: requests of `mix` arrive at the loads of ALTERNATING. block_s: seconds that a block of
+    arrivals takes, and that one of stages takes roughly. burstiness: coefficients of variation of the gaps between arrivals,
+    gamma distributed, one a block, in turn; 1 is Poisson, more is burstier.
     """
 
     summary: str
     block_s: float
     stages: tuple[Stage, ...] = ()
-    streamed: bool = True
     mix: Mix = MIXED
     burstiness: tuple[float, ...] = (1.0,)
 
@@ -126,8 +128,7 @@ TRACKS: dict[str, TrackRecipe] = {
     "rollout": TrackRecipe(
         "64 requests at once whose outputs have a long tail; the time until the last one ends counts",
         8.0,
-        (Stage(((64, LONG_TAILED),), 64),),
-        streamed=False,
+        (Stage(((64, LONG_TAILED),), 64, streamed=False),),
     ),
     "agents": TrackRecipe(
         "1 to 4 agents quote files and tool output, and a chat load next to them swells to 16 and falls",
@@ -223,8 +224,7 @@ def make_block(
     if recipe.stages:
         rng, turns = np.random.default_rng([seed, number]), Conversations(np.random.default_rng([seed, number, 1]))
         drawn = [draw_stage(rng, one, seconds / recipe.block_s, chat, turns) for one in recipe.stages]
-        arrivals = [replace(arrival, streamed=recipe.streamed) for stretch in drawn for arrival in stretch]
-        return Block(track, number, seconds, tuple(arrivals))
+        return Block(track, number, seconds, tuple(arrival for stretch in drawn for arrival in stretch))
     rate = capacity_tokens_per_s / (MEAN_CHAT_TOKENS if chat else recipe.mix.mean_tokens)
     expected = rate * seconds * sum(share * load for share, load in ALTERNATING)
     if expected > MAX_ARRIVALS:
@@ -243,7 +243,7 @@ def draw_stage(rng: np.random.Generator, stage: Stage, scale: float, chat: bool,
     shares = np.cumsum([number / stage.at_once for number, _ in stage.mixes])
     counts = np.diff(np.round(wanted * shares).astype(int), prepend=0)
     found = [
-        replace(arrival, at_once=stage.at_once)
+        replace(arrival, at_once=stage.at_once, streamed=stage.streamed)
         for (_, mix), count in zip(stage.mixes, counts, strict=True)
         for arrival in draw_requests(rng, np.zeros(count), mix, chat, turns)
     ]

@@ -131,7 +131,9 @@ def test_the_shares_of_a_mix_add_up(mix):
 
 def test_a_rollout_has_a_long_tail():
     for number in range(20):
-        lengths = sorted(arrival.output_tokens for arrival in make_block("rollout", CAPACITY, number).arrivals)
+        arrivals = make_block("rollout", CAPACITY, number).arrivals
+        assert not any(arrival.streamed for arrival in arrivals), "a batch job reads whole answers"
+        lengths = sorted(arrival.output_tokens for arrival in arrivals)
         assert len(lengths) == 64
         assert lengths[-1] > 2.5 * np.mean(lengths)
 

@@ -97,7 +97,7 @@ def answer(choice: Any) -> Answer:
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("choice", "text", "reason", "calls", "told"), OUTPUTS)
 def test_callers_receive_the_calls_of_an_output(choice, text, reason, calls, told, size):
-    """Of a stream, clients put the entries of a call together by their index."""
+    """Clients of a stream put the entries of a call together by their index."""
     one = answer(choice)
     one.add(outputs(text, size, reason))
     (found,) = one.whole()["choices"]
