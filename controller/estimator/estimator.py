@@ -5,32 +5,39 @@ The same calls in the same order give the same decisions, bit for bit, even with
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from speclen.controller.estimator.choice import Estimates, Load, Selection
-from speclen.controller.estimator.grid import Array, Cells, Grid, features_of, shares
+from speclen.controller.estimator.choice import Estimates, Selection
+from speclen.controller.estimator.grid import MAX_ARMS, Cells, Grid, features_of, place_of, shares
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import (
     CHUNK,
     COLD,
     Believed,
-    Evidence,
     Prior,
     Solution,
+    Times,
     believed_of,
     prior_of,
     solve,
 )
-from speclen.controller.estimator.tokens import Ratios, TokenEvidence, ratios_of, unseen_acceptance
-from speclen.controller.estimator.workers import Worker, Workers
+from speclen.controller.estimator.tokens import (
+    Ratios,
+    TokenEvidence,
+    histograms_of,
+    num_requests,
+    ratios_of,
+    unseen_acceptance,
+)
+from speclen.controller.estimator.traffic import Load, Traffic
+from speclen.controller.estimator.workers import COMPARED, EXPIRED, Worker, difference
 from speclen.records import (
-    NUM_CLASSES,
     Arm,
     ArmEstimate,
     Choice,
@@ -44,14 +51,12 @@ from speclen.records import (
     StepFlag,
     StepRecord,
     Table,
-    num_tokens_of,
 )
 
 POOL = ""  # name of the group of workers that share their evidence
 CAUSED = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}  # flags a probe can cause; other slow steps are not charged to it
-TRAFFIC_MEMORY = 1000.0  # steps over which class mix, context, prefill and waiting are averaged
 MOST_SAVED = 12.0  # steps' worth of exploration that can be saved, or owed
-FORM = 4  # of what `save` returns
+FORM = 5  # of what `save` returns
 Z_95 = 1.96
 LONGEST_S, SHORTEST_S = 1e5, 1e-7  # of a step, as shown
 LOCAL = ContextKey("target", "draft", "device", "dtype")
@@ -66,76 +71,26 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
-    """Workers that share a table: all but isolated ones, each of which has its own.
+    """Workers that share evidence and a table: all but isolated ones, each of which has its own.
 
     solution, ratios, load: the last estimates, None before the first. profile_share: weight of the profile's evidence. It
     never rises again after live reports contradicted the profile. num_learned: reports learned from.
     """
 
     selection: Selection
+    times: Times
+    tokens: TokenEvidence
     solution: Solution = COLD
     ratios: Ratios | None = None
     load: Load | None = None
     profile_share: float = 1.0
     num_learned: int = 0
 
-
-@dataclass(eq=False)
-class Traffic:
-    """Fading sums over the steps of all workers. class_tokens: generated, [ranges, classes]; held: tokens held per
-    sequence, and steps, [ranges, 2]; seen: usable samples, not fading, [ranges]; rates: draft-model prefill seconds and
-    new sequences."""
-
-    class_tokens: Array
-    held: Array
-    seen: Array
-    rates: Array
-
-    @classmethod
-    def none(cls, num_ranges: int) -> Traffic:
-        """Before any step."""
-        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2)), np.zeros(num_ranges), np.zeros(2))
-
-    def widened(self, num_ranges: int) -> Traffic:
-        """The same with room for larger batch sizes."""
-        new = Traffic.none(num_ranges)
-        for name in ("class_tokens", "held", "seen"):
-            getattr(new, name)[: len(self.seen)] = getattr(self, name)
-        new.rates += self.rates
-        return new
-
-    def count(self, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
-        """Count steps. ranges: of each."""
-        fade = float(np.exp(-len(records) / TRAFFIC_MEMORY))
-        for values in (self.class_tokens, self.held, self.rates):
-            values *= fade
-        tokens: dict[tuple[int, int], int] = defaultdict(int)
-        held: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        prefill_s, started = 0.0, 0
-        for at, record in zip(ranges, records, strict=True):
-            for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
-                tokens[at, kind] += num_tokens_of(histogram)
-            sums = held[at]
-            sums[0] += record.mean_context_length
-            sums[1] += 1.0
-            sums[2] += not record.flags
-            prefill_s += record.draft_prefill_s
-            started += record.num_new_sequences
-        for place, number in tokens.items():
-            self.class_tokens[place] += number
-        for at, sums in held.items():
-            self.held[at] += sums[:2]
-            self.seen[at] += sums[2]
-        self.rates += prefill_s, started
-
-    def load(self, prior_tokens: float, level: float) -> Load:
-        """The averages, each range's shrunk towards those of all."""
-        total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
-        mixed = self.class_tokens + prior_tokens * total / total.sum()
-        held, steps = self.held.T
-        context = (held + held.sum() / max(float(steps.sum()), 1.0)) / (steps + 1.0)
-        prefill_s, waiting = (self.rates / max(float(self.class_tokens.sum()), 1.0)).tolist()
-        return Load(mixed / mixed.sum(axis=1, keepdims=True), context, prefill_s, waiting, level)
+    def forget(self, s: EstimatorSettings) -> None:
+        """Keep a part of the evidence: some of it came from a worker that differs."""
+        self.times.fade(s.kept)
+        for kind in RequestClass:
+            self.tokens.forget(kind, s)
 
 
 @dataclass(eq=False)
@@ -145,10 +100,10 @@ class State:
     form: int
     settings: EstimatorSettings
     limits: Limits
-    cells: Cells
     traffic: Traffic
-    workers: Workers
     groups: dict[str, Group]
+    workers: dict[str, Worker] = field(default_factory=dict)
+    cells: Cells = field(default_factory=Cells)
     prior: Prior | None = None
     survival: tuple[float, ...] = ()
     survival_trials: float = 0.0
@@ -172,23 +127,19 @@ class Estimator:
         limits: Limits = Limits(),  # noqa: B008
         key: ContextKey = LOCAL,
     ) -> None:
-        self.key = key
-        settings = settings or EstimatorSettings()
-        grid = Grid(limits, settings.range_width)
-        shared = _new_worker(limits, settings)
-        groups = {POOL: Group(Selection.cold(grid, settings))}
-        traffic = Traffic.none(len(grid.low))
-        self._begin(State(FORM, settings, limits, Cells(), traffic, Workers(shared), groups))
+        self.key, s = key, settings or EstimatorSettings()
+        num_ranges = len(Grid(limits, s.range_width).low)
+        cold = place_of(Arm(s.cold_length).within(limits))
+        tokens = TokenEvidence.none(limits.max_speculation_length)
+        pool = Group(Selection(np.full(num_ranges, cold)), Times(s.noise**2), tokens)
+        self._begin(State(FORM, s, limits, Traffic.none(num_ranges), {POOL: pool}))
 
     def _begin(self, state: State) -> None:
         self._state, self.settings = state, state.settings
-        self._grid = Grid(state.limits, state.settings.range_width)
-        self._around = self._grid.around(state.settings.near)
-        self._believed: dict[str, tuple[int, Believed]] = {}
-        self._profiled: np.ndarray = np.zeros((len(self._grid.low), self._grid.num_arms))
-        if state.prior is not None:
-            numbers = np.arange(self._profiled.size)
-            self._profiled = state.prior.residual_of(numbers, self._grid).reshape(self._profiled.shape)
+        self._grid = grid = Grid(state.limits, state.settings.range_width)
+        self._around = grid.around(state.settings.near)
+        self._believed: dict[str, Believed] = {}
+        self._profiled = state.prior.residuals(grid.sizes, len(grid.arms)) if state.prior else np.zeros(grid.shape)
         self._estimates = {
             name: self._estimates_of(group) for name, group in state.groups.items() if group.ratios is not None
         }
@@ -200,12 +151,11 @@ class Estimator:
         if not records:
             return Outcome([], [])
         state, s = self._state, self.settings
-        who = state.workers.find(worker, state.num_reports, state.groups, lambda: _new_worker(state.limits, s))
-        for name in [name for name in state.groups if name != POOL and name not in state.workers.tracked]:
-            del state.groups[name]
+        who = self._worker(worker)
         name = self._group_name(worker)
-        if POOL not in self._estimates or name not in self._estimates:
-            self._solve(name)
+        for each in (POOL, name):
+            if each not in self._estimates:
+                self._solve(each)
         state.num_reports += len(records)
         who.num_reports += len(records)
         who.last_seen, who.batch_size = state.num_reports, records[-1].batch_size
@@ -215,57 +165,80 @@ class Estimator:
         if group.num_learned >= 8 * s.solve_reports and len(who.waiting) < s.solve_reports:
             return Outcome([], [])
         records, who.waiting = who.waiting, []
+        group.num_learned += len(records)
         ranges = self._grid.range_of[[record.batch_size for record in records]].tolist()
         state.traffic.count(records, ranges)
-        tokens = (who if worker in state.workers.tracked else state.workers.shared).tokens
-        tokens.add(records, self._estimates[name].ratios, s)
-        events = [self._changed(tokens, *change) for change in tokens.changes(s)]
         self._earn(name, who, records, ranges)
+        events = self._learn_tokens(name, who, records)
         usable = [(at, record) for at, record in zip(ranges, records, strict=True) if not record.flags]
         for first in range(0, len(usable), CHUNK):
             self._learn_times(name, who, usable[first : first + CHUNK])
-        if worker in state.workers.tracked and who.is_due:
+        if who.num_reports - who.compared_at >= COMPARED and len(state.workers) > 1:
             events += self._compare(worker, who)
             name = self._group_name(worker)
-        state.groups[name].num_learned += len(records)
         return self._choose(name, events, "more tokens per second are expected")
 
-    def _changed(self, tokens: TokenEvidence, kind: int, statistic: float) -> DriftEvent:
-        """Forget a class's tokens per step from before its text changed."""
-        tokens.forget(kind, self.settings)
-        text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
-        return DriftEvent(self.key, "acceptance", statistic, text)
+    def _worker(self, name: str) -> Worker:
+        """The worker of this name. A new one is added after expired ones were removed."""
+        state = self._state
+        if name not in state.workers:
+            for gone in [each for each, who in state.workers.items() if state.num_reports - who.last_seen > EXPIRED]:
+                del state.workers[gone]
+                if gone != POOL and gone in state.groups:
+                    self._drop(gone)
+            state.workers[name] = Worker()
+        return state.workers[name]
 
-    def _learn_times(self, name: str, worker: Worker, usable: Sequence[tuple[int, StepRecord]]) -> None:
-        state, grid = self._state, self._grid
-        columns, numbers, seconds = [], [], []
+    def _learn_tokens(self, name: str, who: Worker, records: Sequence[StepRecord]) -> list[DriftEvent]:
+        """Learn tokens per step. Where the text of a class has changed, forget what was learned of the text before."""
+        tokens, s, found = self._state.groups[name].tokens, self.settings, []
+        histograms = histograms_of(records)
+        requests = num_requests(records, histograms, s)
+        who.add_tokens(histograms, self._estimates[POOL].ratios, requests, s)
+        tokens.add(records, histograms, requests, self._estimates[name].ratios, s)
+        for kind, statistic in tokens.changes(s):
+            tokens.forget(kind, s)
+            text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
+            found.append(DriftEvent(self.key, "acceptance", statistic, text))
+        return found
+
+    def _learn_times(self, name: str, who: Worker, usable: Sequence[tuple[int, StepRecord]]) -> None:
+        """Learn step times from usable samples. usable: each with its range."""
+        cells, s, columns = self._state.cells, self.settings, []
         for at, record in usable:
-            length, ngram = record.arm
-            drafted = record.num_drafted_sequences
+            (length, ngram), drafted = record.arm, record.num_drafted_sequences
             # Where all sequences had an n-gram match, the step took the time of n-grams alone.
-            place = grid.num_lengths if ngram and not drafted else ngram * grid.num_lengths + length
-            numbers.append(at * grid.num_arms + place)
-            passes = length if drafted else 0
-            columns.append((record.batch_size, passes, drafted, record.num_verified_tokens, record.mean_context_length))
-            seconds.append(record.latency_s)
-        features = features_of(np.array(columns, dtype=float).T)
-        places = np.array(state.cells.places(numbers, features))
+            passes = length if drafted or not ngram else 0
+            number = at * MAX_ARMS + 2 * passes + ngram
+            columns.append((record.batch_size, passes if drafted else 0, drafted, record.num_verified_tokens,
+                            record.mean_context_length, record.latency_s, number))  # fmt: skip
+        table = np.array(columns, dtype=float).T
+        features, before = features_of(table[:5]), len(cells.numbers)
+        places = cells.find(table[6].astype(int), features)
+        if len(cells.numbers) > before:
+            self._believed.clear()
+            for group in self._state.groups.values():
+                group.times.grow(len(cells.numbers))
         # Steps of a cell differ in context and n-gram tokens: each is put down to the features of the cell's first step.
         weights = np.exp(self._estimates[name].solution.phi)
-        log_s = np.log(np.array(seconds) * (state.cells.features[places] @ weights) / (features @ weights))
-        state.workers.add_times(worker, places, log_s, self._beliefs(name), self.settings)
+        log_s = np.log(table[5] * (cells.features[places] @ weights) / (features @ weights))
+        contrasts, times = who.recent.contrasts(places, log_s, s.gain), self._state.groups[name].times
+        believed = self._beliefs(name)
+        times.add(contrasts, believed, who.recent, s)
+        times.count(places, log_s, believed.theta, who.recent)
+        who.add_times(contrasts, cells, self._beliefs(POOL), s)
 
     def _beliefs(self, name: str) -> Believed:
         """Believed step times of every cell with evidence."""
-        cells, (count, known) = self._state.cells, self._believed.get(name, (-1, None))
-        if known is None or count != len(cells.numbers):
-            profiled, prior = self._profiled.reshape(-1)[cells.numbers], self._state.prior
-            weighted = profiled * self._state.groups[name].profile_share
-            known = believed_of(cells.features, self._estimates[name].solution, self.settings.residual, weighted)
-            if prior is not None:
-                known.profiled = shares(cells.features, prior.phi)[0] + profiled
-            self._believed[name] = len(cells.numbers), known
-        return known
+        if name not in self._believed:
+            state, cells = self._state, self._state.cells
+            profiled = self._profiled[cells.ranges, cells.places]
+            weighted = profiled * state.groups[name].profile_share
+            known = believed_of(cells, self._estimates[name].solution, self.settings.residual, weighted)
+            if state.prior is not None:
+                known = known._replace(profiled=shares(cells.features, state.prior.phi)[0] + profiled)
+            self._believed[name] = known
+        return self._believed[name]
 
     def _earn(self, name: str, worker: Worker, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
         """Add to the exploration budget, and charge the time that probes took beyond their arms' expected step times.
@@ -276,7 +249,7 @@ class Estimator:
         for at, record in zip(ranges, records, strict=True):
             worker.is_probing = bool(record.probe_id) or (worker.is_probing and StepFlag.CHANGED_ARM in record.flags)
             if worker.is_probing and record.flags and record.flags <= CAUSED:
-                expected_s = float(self._step_s(name)[at, self._grid.place(record.arm)])
+                expected_s = float(self._step_s(name)[at, place_of(record.arm)])
                 worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
 
     def seed(self, profile: Profile) -> list[Decision]:
@@ -307,19 +280,16 @@ class Estimator:
 
     def widen(self, limits: Limits) -> list[Decision]:
         """Continue with larger limits, keeping what was learned."""
-        state, old = self._state, self._grid
-        wider = state.limits.widened(limits)
+        state, wider = self._state, self._state.limits.widened(limits)
         if wider == state.limits:
             return []
-        grid = Grid(wider, self.settings.range_width)
-        for worker in state.workers.everyone:
-            tokens = TokenEvidence.none(wider.max_speculation_length)
-            tokens.absorb(worker.tokens)
-            worker.tokens = tokens
+        num_ranges = len(Grid(wider, self.settings.range_width).low)
+        state.limits = wider
+        state.traffic.widen(num_ranges)
         for group in state.groups.values():
-            group.selection, group.ratios = group.selection.widened(old, grid), None
-        state.limits, state.cells = wider, state.cells.renumbered(old, grid)
-        state.traffic = state.traffic.widened(len(grid.low))
+            group.tokens.widen(wider.max_speculation_length)
+            group.selection.widen(num_ranges)
+            group.ratios = None
         self._begin(state)
         outcomes = [self._choose(name, [], "the context was widened") for name in state.groups]
         return [decision for outcome in outcomes for decision in outcome.decisions]
@@ -340,28 +310,28 @@ class Estimator:
 
     def _compare(self, name: str, worker: Worker) -> list[DriftEvent]:
         """Compare a worker with the others; isolate it if it differs, or let it join again."""
-        state, most = self._state, self.settings.worker_difference
-        tracked = state.workers.tracked
-        if len(tracked) < 2:
+        state, s = self._state, self.settings
+        worker.compared_at = worker.num_reports
+        pool, isolated = state.groups[POOL], self.is_isolated(name)
+        others = [other for other in state.workers.values() if other is not worker]
+        parts = difference(worker, others, isolated, pool.times.noise, s)
+        if bool(parts) == isolated:
             return []
-        worker.note(state.cells.features, self._unseen(), self.settings)
-        before, worker.apart = worker.apart, worker.differs(list(tracked.values()), most)
-        return [self._regroup(name, worker)] if any(before) != any(worker.apart) else []
-
-    def _regroup(self, name: str, worker: Worker) -> DriftEvent:
-        groups = self._state.groups
-        pool = groups[POOL].selection
-        if any(worker.apart):
-            groups[name] = Group(Selection(pool.arms.copy(), pool.version + 1))
-            worker.times.fade(self.settings.kept)  # its contrasts were clipped around the others' times
-            parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
-            what = " and ".join(part for part, apart in parts if apart)
-            sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
+        if parts:
+            own = state.groups[name] = deepcopy(pool)
+            own.selection.version += 1
+            own.forget(s)
+            pool.forget(s)
+            sentence = f"{name} differs from the other workers in {parts}: it has a table of its own"
         else:
-            pool.version = max(pool.version, groups.pop(name).selection.version) + 1
-            self._estimates.pop(name, None)
+            pool.selection.version = max(pool.selection.version, state.groups[name].selection.version) + 1
+            self._drop(name)
             sentence = f"{name} agrees with the other workers again"
-        return DriftEvent(self.key, "worker", 1.0, sentence)
+        return [DriftEvent(self.key, "worker", 1.0, sentence)]
+
+    def _drop(self, name: str) -> None:
+        for values in (self._state.groups, self._estimates, self._believed):
+            values.pop(name, None)
 
     # Estimates.
 
@@ -373,8 +343,7 @@ class Estimator:
             is_new = each not in self._estimates
             before = state.groups[each].selection.arms
             self._solve(each)
-            known = self._known()
-            changed = state.groups[each].selection.choose(self._estimates[each], known, self.settings)
+            changed = state.groups[each].selection.choose(self._estimates[each], self._known(), self.settings)
             why = events[0].detail if events else reason
             everything = is_new and each != POOL
             ranges, old = (range(len(before)), None) if everything else (changed, before)
@@ -392,33 +361,48 @@ class Estimator:
     def _solve(self, name: str) -> None:
         """Solve again for a group, with all evidence of its workers."""
         state, s = self._state, self.settings
-        group, before = state.groups[name], state.cells
-        state.cells = state.workers.trim(before, s.max_cells)
-        if state.cells is not before:  # places changed: no other group may keep a solution of the old ones
-            for each in state.groups.values():
-                each.solution = Solution(each.solution.phi, each.solution.precision, np.zeros(0), np.zeros((0, 0)))
-            self._estimates = {each: self._estimates_of(state.groups[each]) for each in self._estimates if each != name}
-            self._believed.clear()
-        times = [worker.times for worker in self._of(name, 0) if len(worker.times.cells)]
-        surprises = sorted(each.surprise for each in times)
-        if times and surprises[(len(times) - 1) // 2] > s.surprise:  # a part of the step has changed for most workers
-            for changed in times:
-                changed.fade(s.kept)
-                changed.surprise = 1.0
-        prior = self._profile(name)
-        information, moment = self._evidence(name)
-        profiled = group.profile_share * self._profiled.reshape(-1)[state.cells.numbers]
-        for _ in range(3):
-            last = group.solution
-            group.solution = solve(information, moment, state.cells.features, last, prior, profiled, s.residual)
-            if np.abs(group.solution.phi - last.phi).max() < 0.1:
-                break
-        workers = self._of(name, 1)
-        total = TokenEvidence.sum_of([worker.tokens for worker in workers])
-        group.ratios = ratios_of(total, self._unseen(), state.survival_trials or s.prior_tokens, s)
+        if len(state.cells.numbers) > s.max_cells:
+            self._trim()
+        group, members = state.groups[name], self._members(name)
+        surprises = sorted(each.recent.surprise for each in members if len(each.recent.cells))
+        if (
+            surprises and surprises[(len(surprises) - 1) // 2] > s.surprise
+        ):  # a part of the step changed for most workers
+            group.times.fade(s.kept)
+            for each in members:
+                each.recent.surprise = 1.0
+        prior = None
+        if state.prior is not None:
+            group.profile_share = min(group.profile_share, state.prior.weight(group.times.fit))
+            prior = group.profile_share * state.prior.precision, state.prior.phi
+        cells, times = state.cells, group.times
+        profiled = group.profile_share * self._profiled[cells.ranges, cells.places]
+        times.grow(len(cells.numbers))
+        group.solution = solve(
+            times.information, times.moment, cells.features, group.solution, prior, profiled, s.residual
+        )
+        group.ratios = ratios_of(group.tokens, self._unseen(), state.survival_trials or s.prior_tokens, s)
         group.load = state.traffic.load(s.prior_tokens, self._level(name))
         self._believed.pop(name, None)
         self._estimates[name] = self._estimates_of(group)
+
+    def _trim(self) -> None:
+        """Forget the cells with the least evidence."""
+        state, number = self._state, len(self._state.cells.numbers)
+        for group in state.groups.values():
+            group.times.grow(number)
+        count = np.sum([group.times.samples[0] for group in state.groups.values()], axis=0)
+        kept = np.sort(np.argsort(-count, kind="stable")[: self.settings.max_cells * 3 // 4])
+        place = np.full(number, -1)
+        place[kept] = np.arange(len(kept))
+        state.cells = Cells(state.cells.numbers[kept], state.cells.features[kept])
+        for group in state.groups.values():  # indices changed: no group may keep a solution of the old ones
+            group.times.keep(kept)
+            group.solution = group.solution.without_cells()
+        for worker in state.workers.values():
+            worker.recent.keep(place)
+        self._estimates = {name: self._estimates_of(state.groups[name]) for name in self._estimates}
+        self._believed.clear()
 
     def _estimates_of(self, group: Group) -> Estimates:
         assert group.ratios is not None
@@ -426,35 +410,21 @@ class Estimator:
         expected = group.profile_share * self._profiled
         return Estimates(self._grid, self._state.cells, group.solution, group.ratios, group.load, expected)
 
-    def _of(self, name: str, part: int) -> list[Worker]:
-        """Workers whose evidence a group uses: of step times (0) or of tokens (1)."""
-        workers = self._state.workers
-        isolated = name != POOL and workers.tracked[name].apart[part]
-        return [workers.tracked[name]] if isolated else workers.agreeing(part)
-
-    def _evidence(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        count = len(self._state.cells.numbers)
-        information, moment = np.zeros((count, count)), np.zeros(count)
-        for worker in self._of(name, 0):
-            known = len(worker.times.moment)
-            information[:known, :known] += worker.times.information
-            moment[:known] += worker.times.moment
-        return information, moment
-
-    def _profile(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Weighted precision of the profile and its phi, after the group's share of the profile was lowered."""
-        prior, group = self._state.prior, self._state.groups[name]
-        if prior is None:
-            return None
-        fit = sum((worker.times.fit for worker in self._of(name, 0)), np.zeros(2))
-        group.profile_share = min(group.profile_share, prior.weight(fit))
-        return group.profile_share * prior.precision, prior.phi
+    def _members(self, name: str) -> list[Worker]:
+        return [worker for each, worker in self._state.workers.items() if self._group_name(each) == name]
 
     def _level(self, name: str) -> float:
         """Mean log seconds without theta of a group's workers."""
-        levels = [worker.times.level for worker in self._of(name, 0) if len(worker.times.cells)]
+        levels = [worker.recent.level for worker in self._members(name) if len(worker.recent.cells)]
         prior = self._state.prior
         return float(np.mean(levels)) if levels else prior.level if prior else 0.0
+
+    def _samples(self, name: str) -> np.ndarray:
+        """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
+        values, times = np.zeros((3, *self._grid.shape)), self._state.groups[name].times
+        number, cells = len(times.moment), self._state.cells
+        values[:, cells.ranges[:number], cells.places[:number]] = times.samples
+        return values
 
     def _step_s(self, name: str) -> np.ndarray:
         """Expected seconds of a step, [ranges, arms].
@@ -522,7 +492,7 @@ class Estimator:
         """
         state, grid, s = self._state, self._grid, self.settings
         name = self._group_name(worker)
-        who = state.workers.tracked.get(worker) or state.workers.untracked.get(worker)
+        who = state.workers.get(worker)
         if who is None or name not in self._estimates or who.spare < num_steps * s.least_cost:
             return None
         batch_size = batch_size or who.batch_size
@@ -543,8 +513,7 @@ class Estimator:
         if POOL not in self._estimates or not (state.num_reports or state.prior):
             return []
         estimates, selection, steps_s = self._estimates[POOL], state.groups[POOL].selection, self._step_s(POOL)
-        noise = float(np.mean([worker.times.noise for worker in state.workers.agreeing(0)]))
-        level_variance = noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)
+        level_variance = state.groups[POOL].times.noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)
         (count, seconds, seen), rows = self._samples(POOL), []
         for at, (low, high) in enumerate(zip(grid.low.tolist(), grid.high.tolist(), strict=True)):
             variance = estimates.variance(at, int(selection.arms[at]), self.settings) + level_variance
@@ -563,14 +532,6 @@ class Estimator:
                     )
                 )
         return rows
-
-    def _samples(self, name: str) -> np.ndarray:
-        """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
-        values = np.zeros((3, self._profiled.size))
-        for worker in self._of(name, 0):
-            numbers = self._state.cells.numbers[: len(worker.times.count)]
-            values[:, numbers] += worker.times.count, worker.times.sum_s, worker.times.seen
-        return values.reshape(3, *self._profiled.shape)
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
@@ -641,5 +602,31 @@ class Estimator:
             raise ValueError(f"the state does not fit together: {error}") from error
 
 
-def _new_worker(limits: Limits, settings: EstimatorSettings) -> Worker:
-    return Worker(Evidence(settings.noise**2), TokenEvidence.none(limits.max_speculation_length))
+class Estimators(dict[ContextKey, Estimator]):
+    """One estimator for each context, oldest first. One thread uses it."""
+
+    def __init__(self, settings: EstimatorSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or EstimatorSettings()
+
+    def add(self, key: ContextKey, limits: Limits, first_survival: Sequence[float] | None = None) -> list[Decision]:
+        """Add a context, or widen it; returns the choices that this brought.
+
+        first_survival: guess of a new context's acceptance, as in a `Profile`; by default that of the context of its pair
+        with the most evidence.
+        """
+        if key in self:
+            return self[key].widen(limits)
+        if first_survival is None:
+            alike = [each.survival() for each in self.values() if each.key.pair == key.pair]
+            best = max(alike, key=lambda survival: survival[0][1] if survival else 0.0, default=[])
+            first_survival = [chance for chance, _ in best]
+        estimator = self[key] = Estimator(self.settings, limits, key)
+        estimator.guess(first_survival)
+        return estimator.decisions("the context was added")
+
+    def reset(self, key: ContextKey, reason: str) -> Outcome:
+        """Forget what was learned of a context."""
+        estimator = self[key] = self[key].reset()
+        event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
+        return Outcome(estimator.decisions("the context was reset"), [event])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
 
-from speclen.records import Arm, Limits
+from speclen.records import MAX_SPECULATION_LENGTH, Arm, Limits
 
+MAX_ARMS = 2 * (MAX_SPECULATION_LENGTH + 1)
 NUM_PARTS = 5  # features before the slopes: constant, sequences, drafting, draft passes, sequences in draft passes
 FIRST_KNOT, NUM_SLOPES = 8, 11  # verified tokens up to which one slope holds; the last slope begins at 4,096
 NUM_FEATURES = NUM_PARTS + NUM_SLOPES + 1
@@ -31,7 +31,7 @@ def _unpack(value: Any) -> np.ndarray:
     """Raises ValueError unless this is an array of finite numbers."""
     try:
         dtype, shape, content = value
-        array = np.frombuffer(base64.b64decode(content), {"<f8": float, "<i8": int, "|b1": bool}[dtype]).reshape(shape)
+        array = np.frombuffer(base64.b64decode(content), {"<f8": float, "<i8": int}[dtype]).reshape(shape)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError("this is not an array") from error
     if not np.isfinite(array).all():
@@ -43,11 +43,16 @@ def _unpack(value: Any) -> np.ndarray:
 Array = Annotated[np.ndarray, PlainValidator(_unpack), PlainSerializer(_pack)]
 
 
+def place_of(arm: Arm) -> int:
+    """Index of an arm in arrays by arm. It does not depend on the limits."""
+    return 2 * arm.speculation_length + arm.ngram
+
+
 class Grid:
-    """Batch ranges, and the cells of a context by number: (range, n-grams or not, length).
+    """Batch ranges and arms within some limits. Larger limits add further ones and keep the indices of these.
 
     low, high: first and last batch size of each range; range_of: range of every batch size; sizes: a batch size of each
-    range; shape: [ranges, 2, lengths]. The last two dimensions flattened are the place of an arm.
+    range. arms: by place; allowed: True for those within the limits.
     """
 
     def __init__(self, limits: Limits, width: float) -> None:
@@ -59,67 +64,42 @@ class Grid:
         self.range_of = np.searchsorted(low, np.arange(limits.max_batch_size + 1), side="right") - 1
         self.range_of[0] = 0
         self.sizes = (self.low + self.high) // 2
-        self.num_lengths = limits.max_speculation_length + 1
-        self.shape = (len(low), 2, self.num_lengths)
-        self.num_arms = 2 * self.num_lengths
-        self.arms = [Arm(length, bool(ngram)) for ngram in range(2) for length in range(self.num_lengths)]
+        self.arms = [
+            Arm(length, bool(kind)) for length in range(limits.max_speculation_length + 1) for kind in range(2)
+        ]
+        self.shape = len(low), len(self.arms)
+        self.lengths = np.repeat(np.arange(limits.max_speculation_length + 1), 2)
         self.allowed = self.within(limits)
 
     def within(self, limits: Limits) -> np.ndarray:
         """True for the arms within some limits, [arms]."""
         return np.array([arm.within(limits) == arm for arm in self.arms])
 
-    def place(self, arm: Arm) -> int:
-        """The place of an arm."""
-        return int(arm.ngram) * self.num_lengths + arm.speculation_length
-
     def around(self, factor: float) -> tuple[np.ndarray, np.ndarray]:
         """First range, and the one after the last, with batch sizes up to `factor` times smaller or larger, [ranges]."""
         first = np.searchsorted(self.high, np.ceil(self.sizes / factor))
         return first, np.maximum(np.searchsorted(self.low, self.sizes * factor, side="right"), first + 1)
 
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Draft tokens of each length, [1, 1, lengths]."""
-        return np.arange(self.num_lengths, dtype=float)[None, None]
-
-    @cached_property
-    def batch(self) -> np.ndarray:
-        """Batch size of each range, [ranges, 1, 1]."""
-        return self.sizes.astype(float)[:, None, None]
-
 
 @dataclass(eq=False)
 class Cells:
-    """Cells with evidence. numbers: see `Grid`; features: of the first step in each, [cells, NUM_FEATURES]."""
+    """Cells with evidence. numbers: range * MAX_ARMS + place; features: of the first step in each, [cells, NUM_FEATURES]."""
 
     numbers: Array = field(default_factory=lambda: np.zeros(0, int))
     features: Array = field(default_factory=lambda: np.zeros((0, NUM_FEATURES)))
 
     def __post_init__(self) -> None:
         self._place = {number: at for at, number in enumerate(self.numbers.tolist())}
+        self.ranges, self.places = np.divmod(self.numbers, MAX_ARMS)
 
-    def places(self, numbers: list[int], features: np.ndarray) -> list[int]:
-        """Places of the steps' cells, which are added where they are new. features: of the steps."""
-        known = self._place
-        for at, number in enumerate(numbers):
-            if number not in known:
-                known[number] = len(known)
+    def find(self, numbers: np.ndarray, features: np.ndarray) -> np.ndarray:
+        """Indices of the steps' cells, which are added where they are new. features: of the steps."""
+        for at, number in enumerate(numbers.tolist()):
+            if number not in self._place:
                 self.numbers = np.append(self.numbers, number)
                 self.features = np.vstack([self.features, features[at]])
-        return [known[number] for number in numbers]
-
-    def renumbered(self, old: Grid, new: Grid) -> Cells:
-        """The same cells in a wider grid."""
-        ranges, places = np.divmod(self.numbers, old.num_arms)
-        return Cells(ranges * new.num_arms + moved(places, old, new), self.features)
-
-
-def moved(places: np.ndarray, old: Grid, new: Grid) -> np.ndarray:
-    """Places of arms in a wider grid."""
-    kind, length = np.divmod(places, old.num_lengths)
-    result: np.ndarray = kind * new.num_lengths + length
-    return result
+                self.__post_init__()
+        return np.array([self._place[number] for number in numbers.tolist()])
 
 
 def features_of(columns: np.ndarray) -> np.ndarray:

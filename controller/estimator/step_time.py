@@ -3,8 +3,8 @@
     log T_t = level_t + theta(cell_t) + noise        theta(cell) = log(sum_i exp(phi_i) f_i(cell)) + rho(cell)
 
 level_t is whatever slows all arms alike, such as clocks, the host, other load, or warm-up. So each step is compared with an
-exponential mean of the steps before it. A contrast is a row c (1 at its own cell, minus the weights of the cells before)
-with the difference d of log times, and all contrasts are summed up in
+exponential mean of the worker's steps before it. A contrast is a row c (1 at its own cell, minus the weights of the cells
+before) with the difference d of log times, and all contrasts of a group of workers are summed up in
 
     M = sum c c' / sigma^2        z = sum c d / sigma^2
 
@@ -17,19 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp
+from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.grid import (
-    PRIOR_MEAN,
-    PRIOR_PRECISION,
-    Array,
-    Grid,
-    features_of,
-    shares,
-)
+from speclen.controller.estimator.grid import PRIOR_MEAN, PRIOR_PRECISION, Array, Cells, features_of, place_of, shares
 from speclen.controller.estimator.settings import EstimatorSettings
-from speclen.records import Profile
+from speclen.records import Arm, Profile
 
 TAIL = 64  # steps before that a step is compared with
 # Two lags, in steps, from which the drift of the level is estimated. Not 1, since overlapping steps share time.
@@ -42,107 +36,42 @@ LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times a
 LARGEST = 1.0  # log difference from the estimate at which samples are clipped
 
 
-def _zeros() -> np.ndarray:
-    return np.zeros(0)
+class Contrasts(NamedTuple):
+    """Contrasts of some steps. cells: those with a weight; weights: [n, cells]; differences: of log times, [n]."""
+
+    cells: np.ndarray
+    weights: np.ndarray
+    differences: np.ndarray
 
 
 @dataclass(eq=False)
-class Evidence:
-    """Step times of one worker. information: M, [cells, cells]; moment: z, [cells].
+class Recent:
+    """The newest usable samples of one worker.
 
-    count, sum_s: usable samples by cell and their seconds, fading, and seen: not fading, [cells]. noise: variance of a
-    contrast. cells, log_s: of the newest samples. level: median of their log times without theta. distances: between
-    log times of one cell, NEAR and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the
-    newest differences from what was believed, in variances. fit: see `Prior`.
+    cells, log_s: of each. level: median of their log times without theta. distances: between log times of one cell, NEAR
+    and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the newest errors, in variances.
     """
 
-    noise: float
-    information: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    moment: Array = field(default_factory=_zeros)
-    count: Array = field(default_factory=_zeros)
-    sum_s: Array = field(default_factory=_zeros)
-    seen: Array = field(default_factory=_zeros)
     cells: Array = field(default_factory=lambda: np.zeros(0, int))
-    log_s: Array = field(default_factory=_zeros)
+    log_s: Array = field(default_factory=lambda: np.zeros(0))
     level: float = 0.0
     surprise: float = 1.0
     distances: Array = field(default_factory=lambda: np.zeros((2, 2)))
-    fit: Array = field(default_factory=lambda: np.zeros(2))
 
-    def grow(self, num_cells: int) -> None:
-        """Make room for new cells."""
-        more = num_cells - len(self.moment)
-        if more > 0:
-            self.information = np.pad(self.information, (0, more))
-            for name in ("moment", "count", "sum_s", "seen"):
-                setattr(self, name, np.pad(getattr(self, name), (0, more)))
-
-    def keep(self, kept: np.ndarray) -> None:
-        """Forget all cells but these. kept: their places."""
-        place = np.full(len(self.moment), -1)
-        place[kept] = np.arange(len(kept))
-        self.information = self.information[np.ix_(kept, kept)]
-        for name in ("moment", "count", "sum_s", "seen"):
-            setattr(self, name, getattr(self, name)[kept])
-        cells = place[self.cells]
-        self.cells, self.log_s = cells[cells >= 0], self.log_s[cells >= 0]
-
-    def absorb(self, other: Evidence) -> None:
-        """Add the evidence of another worker."""
-        self.grow(len(other.moment))
-        other.grow(len(self.moment))
-        for name in ("information", "moment", "count", "sum_s", "seen", "fit"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def fade(self, factor: float) -> None:
-        """Let contrasts count for less."""
-        for values in (self.information, self.moment, self.fit):
-            values *= factor
-
-    def add(self, cells: np.ndarray, log_s: np.ndarray, believed: Believed, settings: EstimatorSettings) -> None:
-        """Learn from the next usable samples. cells: their places; log_s: log seconds, [n] each."""
-        num_new, first = len(cells), len(self.cells) == 0
+    def contrasts(self, cells: np.ndarray, log_s: np.ndarray, most: float) -> Contrasts:
+        """Contrasts of the next samples with those before them, which they join. most: largest gain."""
+        num_new, first, gain = len(cells), len(self.cells) == 0, self.gain(most)
         cells, log_s = np.append(self.cells, cells), np.append(self.log_s, log_s)
         known = np.array(sorted(set(cells.tolist())))
-        rows = _rows(num_new, len(cells), self.gain(settings.gain))[int(first) :]
-        contrasts, differences = rows @ (cells[:, None] == known), rows @ log_s
-        self._add_contrasts(known, contrasts, differences, believed, settings)
-        self._add_distances(cells, log_s, num_new)
+        rows = _rows(num_new, len(cells), gain)[int(first) :]
+        self.distances *= exp(-num_new / LEVEL_MEMORY)
+        for at, lag in enumerate((NEAR, FAR)):
+            begin = max(len(cells) - num_new, lag)
+            before = slice(begin - lag, max(len(cells) - lag, 0))
+            apart = np.abs(log_s[begin:] - log_s[before])[cells[begin:] == cells[before]]
+            self.distances[:, at] += float(apart.sum()), len(apart)
         self.cells, self.log_s = cells[-TAIL:], log_s[-TAIL:]
-        self._follow_level(cells[-num_new:], log_s[-num_new:], believed.theta, settings)
-
-    def _add_contrasts(
-        self,
-        known: np.ndarray,
-        contrasts: np.ndarray,
-        differences: np.ndarray,
-        believed: Believed,
-        s: EstimatorSettings,
-    ) -> None:
-        """Sum contrasts up, and learn how noisy they are."""
-        if not len(differences):
-            return
-        squares = contrasts * contrasts
-        # Steps that follow each other in one cell carry no information about others, so they do not age it.
-        size = squares.sum(axis=1)
-        self.fade(exp(-float(np.minimum(size, 1.0).sum()) / s.memory))
-        surprise = np.abs(differences - contrasts @ believed.theta[known])
-        variance = squares @ believed.variance[known]
-        limit = np.minimum(s.clip * np.sqrt(variance + self.noise), LARGEST)
-        weighted = contrasts * (np.minimum(1.0, limit / np.maximum(surprise, 1e-9)) / self.noise)[:, None]
-        self.information[known[:, None], known] += weighted.T @ contrasts
-        self.moment[known] += weighted.T @ differences
-        between = np.minimum(size, 1.0)
-        kept = exp(-float(between.sum()) / SURPRISE_MEMORY)
-        z2 = float(np.minimum(surprise**2 / (variance + self.noise), 9.0) @ between) / max(float(between.sum()), 1e-9)
-        self.surprise = kept * self.surprise + (1.0 - kept) * z2
-        square = np.minimum(surprise, limit) ** 2
-        own = 1.28 * float(np.maximum(square - variance, 0.25 * square).mean())
-        share = min(len(square) / LEVEL_MEMORY, 0.5)
-        self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
-        if believed.profiled is not None:
-            error = np.minimum(np.abs(differences - contrasts @ believed.profiled[known]), LARGEST)
-            self.fit = self.fit + (float(((error**2 - self.noise) * size).sum()), float((size * size).sum()))
+        return Contrasts(known, rows @ (cells[:, None] == known), rows @ log_s)
 
     def gain(self, most: float) -> float:
         """Weight of the newest step in the mean that a step is compared with: that of the steady Kalman filter.
@@ -152,35 +81,16 @@ class Evidence:
         """
         if self.distances[1].min() < FAR:
             return most
-        near, far = (self.distances[0] / self.distances[1]) ** 2
+        near, far = ((self.distances[0] / self.distances[1]) ** 2).tolist()
         wander = max(0.0, 2.0 * (far - near) / (FAR - NEAR))
         ratio = wander / max(near - NEAR * wander / 2, 1e-4)
         gain = (np.sqrt(ratio**2 + 4 * ratio) - ratio) / 2
-        return float(np.clip(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2), LEAST_GAIN, most))
+        return min(max(float(2.0 ** (round(2 * np.log2(gain + 1e-9)) / 2)), LEAST_GAIN), most)
 
-    def _add_distances(self, cells: np.ndarray, log_s: np.ndarray, num_new: int) -> None:
-        self.distances *= exp(-num_new / LEVEL_MEMORY)
-        for at, lag in enumerate((NEAR, FAR)):
-            first = max(len(cells) - num_new, lag)
-            before = slice(first - lag, max(len(cells) - lag, 0))
-            apart = np.abs(log_s[first:] - log_s[before])[cells[first:] == cells[before]]
-            self.distances[:, at] += float(apart.sum()), len(apart)
-
-    def _follow_level(
-        self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, settings: EstimatorSettings
-    ) -> None:
-        level = float(np.sort(self.log_s - theta[self.cells])[len(self.log_s) // 2])
-        if abs(level - self.level) > OTHER_MACHINE:
-            self.fade(0.0)
-            self.sum_s *= 0.0
-            self.count *= 0.0
-            self.noise, self.surprise = settings.noise**2, 1.0
-        self.level = level
-        number, kept = np.bincount(cells, minlength=len(self.count)), exp(-len(cells) / (10.0 * LEVEL_MEMORY))
-        self.count, self.sum_s = self.count * kept + number, self.sum_s * kept
-        self.seen += number
-        seconds = np.exp(np.minimum(log_s, level + theta[cells] + LARGEST))
-        self.sum_s += np.bincount(cells, seconds, len(self.sum_s))
+    def keep(self, place: np.ndarray) -> None:
+        """Forget samples of removed cells. place: new index of each cell, or -1."""
+        cells = place[self.cells]
+        self.cells, self.log_s = cells[cells >= 0], self.log_s[cells >= 0]
 
 
 @lru_cache(256)
@@ -193,9 +103,84 @@ def _rows(num_new: int, num_all: int, gain: float) -> np.ndarray:
     return rows
 
 
+@dataclass(eq=False)
+class Times:
+    """Step times of a group of workers. information: M, [cells, cells]; moment: z, [cells].
+
+    samples: usable samples by cell and their seconds, fading, and samples, not fading, [3, cells]. noise: variance of a
+    contrast. fit: see `Prior`.
+    """
+
+    noise: float
+    information: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    moment: Array = field(default_factory=lambda: np.zeros(0))
+    samples: Array = field(default_factory=lambda: np.zeros((3, 0)))
+    fit: Array = field(default_factory=lambda: np.zeros(2))
+
+    def grow(self, num_cells: int) -> None:
+        """Make room for new cells."""
+        more = num_cells - len(self.moment)
+        if more > 0:
+            self.information = np.pad(self.information, (0, more))
+            self.moment = np.pad(self.moment, (0, more))
+            self.samples = np.pad(self.samples, ((0, 0), (0, more)))
+
+    def keep(self, kept: np.ndarray) -> None:
+        """Forget all cells but these. kept: their indices."""
+        self.information, self.moment = self.information[np.ix_(kept, kept)], self.moment[kept]
+        self.samples = self.samples[:, kept]
+
+    def fade(self, factor: float) -> None:
+        """Let contrasts count for less."""
+        for values in (self.information, self.moment, self.fit):
+            values *= factor
+
+    def add(self, contrasts: Contrasts, believed: Believed, recent: Recent, s: EstimatorSettings) -> None:
+        """Sum contrasts of a worker up, and learn how noisy they are and how wrong the estimates."""
+        known, weights, differences = contrasts
+        if not len(differences):
+            return
+        squares = weights * weights
+        # Steps that follow each other in one cell carry no information about others, so they do not age it.
+        between = np.minimum(squares.sum(axis=1), 1.0)
+        num_between = float(between.sum())
+        self.fade(exp(-num_between / s.memory))
+        error = np.abs(differences - weights @ believed.theta[known])
+        variance = squares @ believed.variance[known]
+        spread = np.sqrt(variance + self.noise)
+        limit = np.minimum(s.clip * spread, LARGEST)
+        clipped = np.minimum(error, limit)
+        weighted = weights * (clipped / np.maximum(error, 1e-9) / self.noise)[:, None]
+        self.information[known[:, None], known] += weighted.T @ weights
+        self.moment[known] += weighted.T @ differences
+        kept = exp(-num_between / SURPRISE_MEMORY)
+        mean_square = float(np.minimum(error / spread, 3.0) ** 2 @ between) / max(num_between, 1e-9)
+        recent.surprise = kept * recent.surprise + (1.0 - kept) * mean_square
+        square = clipped**2
+        own = 1.28 * float(np.maximum(square - variance, 0.25 * square).mean())
+        share = min(len(square) / LEVEL_MEMORY, 0.5)
+        self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
+        if believed.profiled is not None:
+            size = squares.sum(axis=1)
+            by_profile = np.minimum(np.abs(differences - weights @ believed.profiled[known]), LARGEST)
+            self.fit = self.fit + (float((by_profile**2 - self.noise) @ size), float(size @ size))
+
+    def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
+        """Count usable samples of a worker, and follow its level."""
+        level = float(np.sort(recent.log_s - theta[recent.cells])[len(recent.log_s) // 2])
+        if abs(level - recent.level) > OTHER_MACHINE:
+            self.fade(0.0)
+            self.samples[:2] = 0.0
+            recent.surprise = 1.0
+        recent.level = level
+        self.samples[:2] *= exp(-len(cells) / (10.0 * LEVEL_MEMORY))
+        seconds = np.exp(np.minimum(log_s, level + theta[cells] + LARGEST))
+        np.add.at(self.samples.T, cells, np.stack([np.ones(len(cells)), seconds, np.ones(len(cells))], axis=1))
+
+
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Prior of step times: of any machine, or with a profile.
+    """Prior of step times from a profile.
 
     phi, precision: of the log weights, by the profile alone. residual: of a profiled cell, [lengths, sizes]; log_sizes:
     of its batch sizes; level: log seconds that it is relative to. sd: of its log times.
@@ -208,15 +193,13 @@ class Prior:
     level: float
     sd: float
 
-    def residual_of(self, numbers: np.ndarray, grid: Grid) -> np.ndarray:
-        """Residual of cells by the profile; arms with n-grams have none."""
-        ranges, place = np.divmod(numbers, grid.num_arms)
-        at, log_size = np.zeros(len(numbers)), np.log(grid.sizes[ranges])
-        for length in range(min(len(self.residual), grid.num_lengths)):
-            here = place == length
-            if here.any():
-                at[here] = np.interp(log_size[here], self.log_sizes, self.residual[length])
-        return at
+    def residuals(self, sizes: np.ndarray, num_arms: int) -> np.ndarray:
+        """Residuals by the profile, [sizes, arms]; arms with n-grams have none."""
+        found = np.zeros((len(sizes), num_arms))
+        for length, known in enumerate(self.residual):
+            if place_of(Arm(length)) < num_arms:
+                found[:, place_of(Arm(length))] = np.interp(np.log(sizes), self.log_sizes, known)
+        return found
 
     def weight(self, fit: np.ndarray) -> float:
         """Share of its evidence that counts. fit: squared errors of contrasts beyond noise, and their amount.
@@ -230,6 +213,7 @@ class Prior:
 
 def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:
     """A profile as a prior: each cell is compared with the mean of all, weighted by its standard error."""
+    cells = profile.cells
     values = [
         (
             c.batch_size,
@@ -238,25 +222,23 @@ def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:
             c.batch_size * (c.speculation_length + 1),
             c.mean_context_length,
         )
-        for c in profile.cells
+        for c in cells
     ]
     features = features_of(np.array(values, dtype=float).T)
-    step_s = np.array([cell.step_s for cell in profile.cells])
-    errors = np.array([cell.step_s_stderr for cell in profile.cells]) / step_s
+    log_s = np.log([cell.step_s for cell in cells])
+    errors = np.array([cell.step_s_stderr / cell.step_s for cell in cells])
     weight = 1.0 / (settings.profile_sd**2 + errors**2)
     information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
-    solution, log_s = COLD, np.log(step_s)
+    solution = COLD
     for _ in range(3):
-        solution = solve(
-            information, information @ log_s, features, solution, None, np.zeros(len(log_s)), settings.residual
-        )
+        solution = solve(information, information @ log_s, features, solution, None, 0.0 * log_s, settings.residual)
     residual = log_s - shares(features, solution.phi)[0]
     level = float(np.average(residual, weights=weight))
-    sizes = np.unique([cell.batch_size for cell in profile.cells])
-    by_length = np.zeros((max(cell.speculation_length for cell in profile.cells) + 1, len(sizes)))
-    for cell, value in zip(profile.cells, residual.tolist(), strict=True):
+    sizes = np.unique([cell.batch_size for cell in cells])
+    by_length = np.zeros((max(cell.speculation_length for cell in cells) + 1, len(sizes)))
+    for cell, value in zip(cells, residual.tolist(), strict=True):
         by_length[cell.speculation_length, np.searchsorted(sizes, cell.batch_size)] = value - level
-    precision = solution.precision - PRIOR_PRECISION
+    precision = np.linalg.inv(solution.covariance) - PRIOR_PRECISION
     return Prior(solution.phi, precision, by_length, np.log(sizes), level, settings.profile_sd)
 
 
@@ -264,20 +246,23 @@ def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:
 class Solution:
     """Estimated step times, apart from the level.
 
-    phi, precision: of the surface, by workers' evidence. rho: residual of each cell; shrinkage: (I + v M)^-1.
+    phi, covariance: of the surface, by workers' evidence. rho: residual of each cell; shrinkage: (I + v M)^-1.
     """
 
     phi: Array
-    precision: Array
+    covariance: Array
     rho: Array
     shrinkage: Array
 
+    def without_cells(self) -> Solution:
+        """The surface alone."""
+        return Solution(self.phi, self.covariance, np.zeros(0), np.zeros((0, 0)))
 
-COLD = Solution(PRIOR_MEAN, PRIOR_PRECISION, np.zeros(0), np.zeros((0, 0)))  # before any step
+
+COLD = Solution(PRIOR_MEAN, np.linalg.inv(PRIOR_PRECISION), np.zeros(0), np.zeros((0, 0)))  # before any step
 
 
-@dataclass(eq=False)
-class Believed:
+class Believed(NamedTuple):
     """Estimated theta of cells, its variance, and theta by the profile if there is one, [cells]."""
 
     theta: np.ndarray
@@ -289,31 +274,34 @@ def solve(
     information: np.ndarray, moment: np.ndarray, features: np.ndarray, last: Solution, prior: tuple[np.ndarray, ...] | None,
     profiled: np.ndarray, residual: float,
 ) -> Solution:  # fmt: skip
-    """The most probable surface and residuals, one step of Gauss-Newton from the last solution.
+    """The most probable surface and residuals: steps of Gauss-Newton from the last solution.
 
     prior: weighted precision of a profile, and its phi. profiled: residuals that the profile expects, [cells].
     """
-    variance = residual**2
+    variance, phi = residual**2, last.phi
     shrinkage = np.linalg.inv(np.eye(len(moment)) + variance * information)
-    log_mean, gradient = shares(features, last.phi)
-    pull = shrinkage @ (moment - information @ (log_mean + profiled))
-    shrunk = shrinkage @ gradient
-    precision = gradient.T @ (gradient - shrunk) / variance + PRIOR_PRECISION
-    force, total = gradient.T @ pull - PRIOR_PRECISION @ (last.phi - PRIOR_MEAN), precision
-    if prior is not None:
-        total = precision + prior[0]
-        force = force - prior[0] @ (last.phi - prior[1])
-    step = np.clip(np.linalg.solve(total, force), -1.0, 1.0)
-    rho = profiled + variance * pull - (gradient - shrunk) @ step
-    return Solution(last.phi + step, precision, rho, shrinkage)
+    for _ in range(3):
+        log_mean, gradient = shares(features, phi)
+        pull = shrinkage @ (moment - information @ (log_mean + profiled))
+        own = gradient - shrinkage @ gradient
+        precision = gradient.T @ own / variance + PRIOR_PRECISION
+        force, total = gradient.T @ pull - PRIOR_PRECISION @ (phi - PRIOR_MEAN), precision
+        if prior is not None:
+            total, force = precision + prior[0], force - prior[0] @ (phi - prior[1])
+        step = np.clip(np.linalg.solve(total, force), -1.0, 1.0)
+        phi = phi + step
+        if np.abs(step).max() < 0.1:
+            break
+    rho = profiled + variance * pull - own @ step
+    return Solution(phi, np.linalg.inv(precision), rho, shrinkage)
 
 
-def believed_of(features: np.ndarray, solution: Solution, residual: float, profiled: np.ndarray) -> Believed:
+def believed_of(cells: Cells, solution: Solution, residual: float, profiled: np.ndarray) -> Believed:
     """Estimates of all cells, including those added since the solution. profiled: residuals by a profile."""
-    theta, gradient = shares(features, solution.phi)
-    known, variance = len(solution.rho), np.full(len(features), residual**2)
+    theta, gradient = shares(cells.features, solution.phi)
+    known, variance = len(solution.rho), np.full(len(theta), residual**2)
     theta[:known] += solution.rho
     theta[known:] += profiled[known:]
     variance[:known] *= np.diag(solution.shrinkage)
     around = gradient - gradient.mean(axis=0)
-    return Believed(theta, variance + ((around @ np.linalg.inv(solution.precision)) * around).sum(axis=1))
+    return Believed(theta, variance + ((around @ solution.covariance) * around).sum(axis=1))

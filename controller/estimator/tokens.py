@@ -12,16 +12,15 @@ In steps with draft length j a request counts in proportion to 1 / E_j, and E_k 
 times too high. sigma_k is proportional to d log E_k / d log p. Its scale is measured: successive steps have the same
 sequences, so the covariance of their tokens is the variance among requests.
 
-All sums are averaged over requests in two memories. Where the short one differs significantly from the long one, the text
-has changed, and the short one replaces the long one.
+All sums are averaged over requests in two memories. Where the tokens of the short one differ significantly from those that
+were expected, the text has changed, and the short one replaces the long one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, log, sqrt
 
 import numpy as np
 
@@ -45,196 +44,175 @@ MOST_PAIRED = 8  # sequences of a class in a step: in larger batches, deviations
 MOST_SPREAD = 0.5  # standard deviation of log tokens per step among requests; more is a change of the text
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
-# Sources of evidence: histograms of drafts, steps with n-grams, outputs evaluated for n-grams alone, and for every arm.
-DRAFT_STEPS, NGRAM_STEPS, NGRAM_OUTPUTS, ALL_ARM_OUTPUTS = range(4)
+DRAFTS, NGRAMS, OUTPUTS = range(
+    3
+)  # evidence of steps with drafts, of n-grams alone, and of outputs evaluated for all arms
+REQUESTS, TOKENS, EXPECTED, SQUARES = range(4)
+
+# Steps by class, length and n-grams: how many, and the histogram of their accepted tokens.
+Histograms = dict[tuple[int, int, bool], tuple[int, list[int]]]
+
+
+def histograms_of(records: Sequence[StepRecord]) -> Histograms:
+    """Histograms of the steps that speculated."""
+    found: Histograms = {}
+    for record in records:
+        length, ngram = record.arm
+        if not (length or ngram) or (record.flags and UNUSABLE & record.flags):
+            continue
+        for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
+            number, known = found.get((kind, length, ngram), (0, None))
+            added = list(runs) if known is None else [a + b for a, b in zip(known, runs, strict=True)]
+            found[kind, length, ngram] = number + 1, added
+    return found
+
+
+def num_requests(records: Sequence[StepRecord], histograms: Histograms, settings: EstimatorSettings) -> float:
+    """Requests that steps count for: those that began, and more where none begins. histograms: of the steps."""
+    num_rows = sum(sum(histogram) for _, histogram in histograms.values())
+    started = sum(record.num_new_sequences for record in records)
+    return max(float(started), num_rows / settings.request_steps)
 
 
 @dataclass(eq=False)
 class TokenEvidence:
-    """Sums of one worker in a long and a short memory.
+    """Sums of a group of workers in a long and a short memory.
 
-    requests: by source, [2, classes, 4]. positions: sequences that reached a draft position, that passed it, and that
-    drafted up to it, [2, classes, 3, positions]. pairs: of successive steps with drafts, the product of the relative
-    deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a spread of 1, [2,
-    classes, 4]. ngram_steps: steps of sequences with n-grams, tokens gained, all their tokens, and those expected, [2,
-    classes, 4]. ngram_outputs: tokens of evaluated outputs, and with n-grams alone their steps and verified tokens, [2,
-    classes, 3]. tokens: of outputs evaluated for every arm, [2, classes]; arms: their steps, steps that drafted and
-    verified tokens, [2, classes, 3, 2, lengths]. logs: log tokens per step of the outputs of both evaluated sources,
-    and its square, [2, classes, 2, 2].
+    counts: by source: requests, tokens, tokens that were expected, and squared log ratios of the last two of outputs, [2,
+    classes, 3, 4]. positions: sequences that reached a draft position, that passed it, and that drafted up to it, [2,
+    classes, 3, positions]. ngrams: steps of sequences with n-grams, weighted, tokens gained, steps of evaluated outputs,
+    their verified tokens, [2, classes, 4]. arms: of outputs, by arm: steps without n-grams, with them, of these those that
+    drafted, their verified tokens, [2, classes, 4, lengths]. pairs: of successive steps with drafts, the product of the
+    relative deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a
+    spread of 1, [4].
     """
 
-    requests: Array
+    counts: Array
     positions: Array
-    pairs: Array
-    ngram_steps: Array
-    ngram_outputs: Array
-    tokens: Array
+    ngrams: Array
     arms: Array
-    logs: Array
+    pairs: Array
 
     @classmethod
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
-        shapes = (4,), (3, max_length), (4,), (4,), (3,), (), (3, 2, max_length + 1), (2, 2)
-        return cls(*(np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes))
+        shapes = (3, 4), (3, max_length), (4,), (4, max_length + 1)
+        counts, positions, ngrams, arms = (np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes)
+        return cls(counts, positions, ngrams, arms, np.zeros(4))
 
-    @classmethod
-    def sum_of(cls, evidence: Sequence[TokenEvidence]) -> TokenEvidence:
-        """The evidence of some workers together."""
-        return cls(*(sum(getattr(each, name) for each in evidence) for name in cls.__annotations__))
+    def widen(self, max_length: int) -> None:
+        """Make room for longer drafts. In evaluated outputs, the longest known one stands for them."""
+        more = [(0, 0)] * 3 + [(0, max_length - self.positions.shape[-1])]
+        self.positions, self.arms = np.pad(self.positions, more), np.pad(self.arms, more, mode="edge")
 
-    def absorb(self, other: TokenEvidence) -> None:
-        """Add the evidence of another worker. If it has shorter lengths, its longest one stands for all longer ones."""
-        for name in vars(self):
-            mine, its = getattr(self, name), getattr(other, name)
-            more = mine.shape[-1] - its.shape[-1]
-            if more and name in ("positions", "arms"):
-                rest = its[..., -1:] if name == "arms" else np.zeros((*its.shape[:-1], 1))
-                its = np.concatenate([its, np.repeat(rest, more, axis=-1)], axis=-1)
-            setattr(self, name, mine + its)
-
-    def add(self, records: Sequence[StepRecord], ratios: Ratios, settings: EstimatorSettings) -> None:
-        """Learn from steps."""
-        usual, steepness = ratios.expected[:, 0].tolist(), ratios.steepness.tolist()
-        sums: dict[tuple[int, int, bool], list[int]] = {}  # histograms by class, length and n-grams
-        num_steps: Counter[tuple[int, int, bool]] = Counter()
-        now: dict[int, tuple[float, float]] = {}
-        pairs = np.zeros((NUM_CLASSES, 4))
-        started = 0
+    def add(
+        self,
+        records: Sequence[StepRecord],
+        histograms: Histograms,
+        num_requests: float,
+        ratios: Ratios,
+        s: EstimatorSettings,
+    ) -> None:
+        """Learn from steps. histograms, num_requests: of these."""
         for record in records:
-            before, now = now, {}
-            arm, started = record.arm, started + record.num_new_sequences
             for output in record.evaluations:
-                self._add_output(output, settings)
-            if arm == (0, False) or (record.flags and UNUSABLE & record.flags):
-                continue
-            for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
-                key = kind, arm.speculation_length, arm.ngram
-                known = sums.get(key)
-                sums[key] = list(runs) if known is None else [a + b for a, b in zip(known, runs, strict=True)]
-                num_steps[key] += 1
-                if not arm.ngram and 0 < (rows := sum(runs)) <= MOST_PAIRED:
-                    deviation = num_tokens_of(runs) / (rows * usual[kind][arm.speculation_length]) - 1.0
-                    scaled = min(max(deviation * sqrt(rows), -1.0), 1.0)
-                    now[kind] = scaled, steepness[kind][arm.speculation_length]
-                    if kind in before:
-                        pairs[kind] += scaled * before[kind][0], scaled, 1.0, now[kind][1] * before[kind][1]
-        self.pairs[:] = self.pairs * exp(-len(records) / PAIR_MEMORY) + pairs
-        counts = {key: sum(histogram) for key, histogram in sums.items()}
-        per_row = max(started / max(sum(counts.values()), 1), 1.0 / settings.request_steps)
-        for key, histogram in sums.items():
-            kind, length, ngram = key
-            rows = counts[key]
+                self._add_output(output, ratios, s)
+        self._add_pairs(records, ratios)
+        per_row = num_requests / max(sum(sum(histogram) for _, histogram in histograms.values()), 1)
+        for (kind, length, ngram), (num_steps, histogram) in histograms.items():
+            rows, tokens = sum(histogram), num_tokens_of(histogram)
             if not rows:
                 continue
-            self._fade_steps(
-                NGRAM_STEPS if ngram else DRAFT_STEPS, kind, num_steps[key], rows, rows * per_row, settings
-            )
+            # Steps of one sequence are alike, so the short memory counts sequences.
+            source, requests, kept = NGRAMS if ngram else DRAFTS, rows * per_row, exp(-num_steps / s.short_steps)
+            self._keep(source, kind, 0, exp(-requests / s.long_memory), requests)
+            self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
+            usual = rows * float(ratios.expected[kind, length, int(ngram)])
+            self.counts[:, kind, source, TOKENS:SQUARES] += tokens, usual
             if ngram:
-                self._add_own(kind, length, histogram, ratios)
+                slope = float(ratios.slope[length])
+                gained = tokens - usual + rows * slope * float(ratios.gain[kind])
+                self.ngrams[:, kind, :2] += rows * slope**2, slope * gained
             else:
                 beyond = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
-                self.positions[:, kind, 0, :length] += beyond[:-1]
-                self.positions[:, kind, 1, :length] += beyond[1:]
+                self.positions[:, kind, :2, :length] += beyond[:-1], beyond[1:]
                 self.positions[:, kind, 2, length - 1] += rows
 
-    def _fade(self, source: int, kind: int, requests: float, settings: EstimatorSettings) -> None:
-        """Decay a class's evidence from outputs, and count the new outputs."""
-        for memory, length in enumerate((settings.long_memory, settings.short_memory)):
-            self._keep(source, kind, memory, exp(-requests / length), requests)
-
-    def _fade_steps(
-        self, source: int, kind: int, num_steps: int, rows: int, requests: float, settings: EstimatorSettings
-    ) -> None:
-        """Decay a class's evidence from steps, and count the new ones.
-
-        Steps of one sequence are alike, so the short memory counts sequences. rows: sequences in these steps, summed over
-        steps; requests: that began.
-        """
-        self._keep(source, kind, 0, exp(-requests / settings.long_memory), requests)
-        kept = exp(-num_steps / settings.short_steps)
-        self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
+    def _add_pairs(self, records: Sequence[StepRecord], ratios: Ratios) -> None:
+        """Compare the tokens of successive steps with drafts."""
+        now: dict[int, tuple[float, float]] = {}
+        products = deviations = number = scale = 0.0
+        usual, steepness = ratios.expected[:, :, 0].tolist(), ratios.steepness.tolist()
+        for record in records:
+            before, now, (length, ngram) = now, {}, record.arm
+            if ngram or not length or (record.flags and UNUSABLE & record.flags):
+                continue
+            for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
+                if 0 < (rows := sum(runs)) <= MOST_PAIRED:
+                    deviation = num_tokens_of(runs) / (rows * usual[kind][length]) - 1.0
+                    scaled, steep = min(max(deviation * sqrt(rows), -1.0), 1.0), steepness[kind][length]
+                    now[kind] = scaled, steep
+                    if kind in before:
+                        products, deviations = products + scaled * before[kind][0], deviations + scaled
+                        number, scale = number + 1.0, scale + steep * before[kind][1]
+        self.pairs[:] = self.pairs * exp(-len(records) / PAIR_MEMORY) + (products, deviations, number, scale)
 
     def _keep(self, source: int, kind: int, memory: int, kept: float, requests: float) -> None:
-        (self.positions, self.ngram_steps, self.ngram_outputs, self.arms)[source][memory, kind] *= kept
-        if source >= NGRAM_OUTPUTS:
-            self.logs[memory, kind, source - NGRAM_OUTPUTS] *= kept
-        if source == ALL_ARM_OUTPUTS:
-            self.tokens[memory, kind] *= kept
-        self.requests[memory, kind, source] = self.requests[memory, kind, source] * kept + requests
+        """Decay a class's evidence of a source, and count its new requests."""
+        (self.positions, self.ngrams, self.arms)[source][memory, kind] *= kept
+        self.counts[memory, kind, source] *= kept
+        self.counts[memory, kind, source, REQUESTS] += requests
 
-    def _add_own(self, kind: int, length: int, histogram: list[int], ratios: Ratios) -> None:
-        """Count the tokens that n-grams added to those of the draft model."""
-        slope = float(ratios.slope[length])
-        rows, tokens = sum(histogram), sum(at * number for at, number in enumerate(histogram, 1))
-        gained = tokens - rows * float(ratios.expected[kind, 1, length] - slope * ratios.gain[kind])
-        expected = rows * float(ratios.expected[kind, 1, length])
-        self.ngram_steps[:, kind] += rows * slope**2, slope * gained, tokens, expected
-
-    def _add_output(self, output: OutputEvaluation, settings: EstimatorSettings) -> None:
-        kind, whole = output.request_class, output.num_output_tokens / output.num_tokens
+    def _add_output(self, output: OutputEvaluation, ratios: Ratios, s: EstimatorSettings) -> None:
+        kind, tokens, lengths = output.request_class, output.num_output_tokens, self.arms.shape[-1]
         values, has_ngrams = _by_arm(output)
+        values = values * (tokens / output.num_tokens)
         if has_ngrams:
-            self._fade(NGRAM_OUTPUTS, kind, 1.0, settings)
-            self.ngram_outputs[:, kind] += (output.num_output_tokens, *(whole * values[::2, 1, 0]))
-            log_speed = float(np.log(output.num_tokens / values[0, 1, 0]))
-            self.logs[:, kind, 0] += log_speed, log_speed**2
-        if values.shape[2] < min(self.arms.shape[-1], 2):
+            steps, _, verified = values[:, 1, 0]
+            self._count_output(NGRAMS, kind, tokens, steps * float(ratios.expected[kind, 0, 1]), s)
+            self.ngrams[:, kind] += steps, tokens - steps, steps, verified
+        if values.shape[2] < min(lengths, 2):
             return  # not evaluated for draft lengths
-        self._fade(ALL_ARM_OUTPUTS, kind, 1.0, settings)
-        values = values[:, :, np.minimum(np.arange(self.arms.shape[-1]), values.shape[2] - 1)]
-        self.arms[:, kind] += whole * values
-        self.tokens[:, kind] += output.num_output_tokens
-        log_speed = float(np.log(output.num_tokens / values[0, 0].min()))
-        self.logs[:, kind, 1] += log_speed, log_speed**2
+        values = values[:, :, np.minimum(np.arange(lengths), values.shape[2] - 1)]
+        length = min(COMPARED_LENGTH, lengths - 1)
+        self._count_output(OUTPUTS, kind, tokens, values[0, 0, length] * float(ratios.expected[kind, length, 0]), s)
+        self.arms[:, kind] += values[0, 0], values[0, 1], values[1, 1], values[2, 1]
 
-    def changes(self, settings: EstimatorSettings) -> list[tuple[int, float]]:
+    def _count_output(self, source: int, kind: int, tokens: int, expected: float, s: EstimatorSettings) -> None:
+        for memory, length in enumerate((s.long_memory, s.short_memory)):
+            self._keep(source, kind, memory, exp(-1.0 / length), 1.0)
+        self.counts[:, kind, source, TOKENS:] += (
+            tokens,
+            expected,
+            min(log(tokens / expected) ** 2, 4.0 * s.request_sd**2),
+        )
+
+    def changes(self, s: EstimatorSettings) -> list[tuple[int, float]]:
         """Request classes whose text has changed, each with the difference in standard errors."""
-        long, short = self.requests
-        if not (short >= LEAST_REQUESTS[0]).any():
+        long, short = self.counts[..., REQUESTS]
+        number = np.where((short >= LEAST_REQUESTS[0]) & (long >= LEAST_REQUESTS[1]), short, 0.0)
+        if not number.any():
             return []
-        speed, variance = self._log_speed(settings), self._variance(settings)
-        number = short.copy()
-        number[:, NGRAM_OUTPUTS:] *= (
-            1.0 + short[:, NGRAM_OUTPUTS:] / settings.short_memory
-        )  # of a mean with exponential weights
-        number[(short < LEAST_REQUESTS[0]) | (long < LEAST_REQUESTS[1])] = 0.0
+        prior = s.prior_tokens / 4.0
+        error = np.diff(np.log((self.counts[..., TOKENS] + prior) / (self.counts[..., EXPECTED] + prior)), axis=0)[0]
+        variance = self._variance(s)
         # Each class relative to its own past, and all classes together, since most changes concern all of them.
-        weighted, spread2 = number * (speed[1] - speed[0]), variance * (number + number**2 / np.maximum(long, 1e-9))
+        weighted, spread2 = number * error, variance * (number + number**2 / np.maximum(long, 1e-9))
         of_class = np.abs(weighted) / np.sqrt(spread2 + 1e-9)
         of_all = np.abs(weighted.sum(axis=0)) / np.sqrt(spread2.sum(axis=0) + 1e-9)
         largest = np.maximum(of_class, of_all * (number > 0)).max(axis=1)
-        return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > settings.change)]
+        return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > s.change)]
 
-    def forget(self, kind: int, settings: EstimatorSettings) -> None:
+    def forget(self, kind: int, s: EstimatorSettings) -> None:
         """Replace a class's long memory by a part of the short one: the rest describes the text before the change."""
-        for name in vars(self):
-            values = getattr(self, name)
-            values[:, kind] = settings.kept * values[1, kind]
+        for values in (self.counts, self.positions, self.ngrams, self.arms):
+            values[:, kind] = s.kept * values[1, kind]
 
-    def _log_speed(self, s: EstimatorSettings) -> np.ndarray:
-        """Log tokens per step in both memories by source, [2, classes, 4]."""
-        reached, passed, _ = np.moveaxis(self.positions[..., :COMPARED_LENGTH], 2, 0)
-        long = (passed[0] + s.prior_tokens * s.first_accepted) / (reached[0] + s.prior_tokens)
-        accepted = (passed + s.prior_tokens * long) / (reached + s.prior_tokens)
-        tokens, expected = np.moveaxis(self.ngram_steps[..., 2:], -1, 0)
-        drafted = self.arms[:, :, 0, 0].min(axis=-1)
-        found = [
-            np.log(1.0 + np.cumprod(accepted, axis=-1).sum(axis=-1)),
-            np.log(np.maximum(tokens, 1.0) / np.maximum(expected, 1.0)),
-            np.log(np.maximum(self.ngram_outputs[..., 0], 1.0) / np.maximum(self.ngram_outputs[..., 1], 1.0)),
-            np.log(np.maximum(self.tokens, 1.0) / np.maximum(drafted, 1.0)),
-        ]
-        return np.stack(found, axis=-1)
-
-    def _variance(self, settings: EstimatorSettings) -> np.ndarray:
-        """Variance of log tokens per step among requests, by source, [classes, 4]. Outputs measure it; it has a floor."""
-        number = self.requests[0, :, NGRAM_OUTPUTS:] + 1e-9
-        total, squares = np.moveaxis(self.logs[0], -1, 0)
-        spread = np.maximum(squares - total**2 / number, 0.0)
-        least = settings.request_sd**2
-        alone, whole = np.maximum((8.0 * least + spread) / (8.0 + number), least).T
-        return np.stack([whole, alone, alone, whole], axis=-1)
+    def _variance(self, s: EstimatorSettings) -> np.ndarray:
+        """Variance of log tokens per step among requests, by source, [classes, 3]. Outputs measure it; it has a floor."""
+        least, number, squares = s.request_sd**2, self.counts[0, ..., REQUESTS], self.counts[0, ..., SQUARES]
+        variance = np.maximum((8.0 * least + squares) / (8.0 + number), least)
+        return variance[:, [OUTPUTS, NGRAMS, OUTPUTS]]
 
 
 def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
@@ -251,10 +229,10 @@ class Ratios:
     """Estimated tokens per step.
 
     accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
-    classes together, [positions]. expected: tokens per step, at least 1, [classes, 2, lengths]; drafted: share of steps
-    that draft; verified: tokens per step; the same shape. gain: tokens per step that n-grams alone gain, [classes]; slope:
-    share of that gain that remains with the draft model, [lengths]. num_ngram: requests that measured it. steepness: see
-    `_steepness`.
+    classes together, [positions]. expected: tokens per step, at least 1, [classes, lengths, 2]; drafted: share of steps
+    that draft, and verified: tokens per step, all classes together, [lengths, 2]. gain: tokens per step that n-grams
+    alone gain, [classes]; slope: share of that gain that remains with the draft model, [lengths]. num_ngram: requests
+    that measured it. steepness: see `_steepness`.
     """
 
     accepted: Array
@@ -285,50 +263,42 @@ def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) 
 
 def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: EstimatorSettings) -> Ratios:
     """Estimate tokens per step. unseen: acceptance by position before any report; trials: its weight."""
+    prior = s.prior_tokens
     reached, passed, drafted_by_length = total.positions[0].transpose(1, 0, 2)
     everyone = _accepted_by_all(reached.sum(axis=0), passed.sum(axis=0), unseen, trials)
-    accepted = (passed + s.prior_tokens * everyone) / (reached + s.prior_tokens)
-    sums = np.concatenate([np.ones((NUM_CLASSES, 1)), 1.0 + np.cumsum(np.cumprod(accepted, axis=1), axis=1)], axis=1)
+    accepted = (passed + prior * everyone) / (reached + prior)
+    reach = np.cumprod(np.concatenate([np.ones((NUM_CLASSES, 1)), accepted], axis=1), axis=1)
+    sums = np.cumsum(reach, axis=1)
     steepness = _steepness(sums)
-    products, deviations, count, scale = total.pairs[0].T
-    covariance = (products - deviations**2 / np.maximum(count, 1.0)).sum()
-    variance = (covariance + s.request_steps * s.request_sd**2) / (scale.sum() + s.request_steps)
-    spread = steepness * np.sqrt(np.clip(variance, 0.0, MOST_SPREAD**2))
-    usual_spread = (spread[:, 1:] * drafted_by_length).sum(axis=1) / np.maximum(drafted_by_length.sum(axis=1), 1e-9)
-    if drafted_by_length.any():
-        sums *= np.exp(-spread * (spread - usual_spread[:, None]))
-    tokens, lengths = total.tokens[0], np.arange(sums.shape[1])
-    steps, drafted, verified = total.arms[0].transpose(1, 0, 2, 3)
-    expected = 1.0 / _shrunk(steps[:, 0], tokens, 1.0 / sums, s.prior_tokens)
+    sums = sums * _unlike_requests(steepness, drafted_by_length, total.pairs, s)
+    tokens, (plain, ngram, drafted, verified) = total.counts[0, :, OUTPUTS, TOKENS], total.arms[0].transpose(1, 0, 2)
+    expected = 1.0 / _shrunk(plain, tokens, 1.0 / sums, prior)
     # The gain of n-grams alone, and the share of it that remains with the draft model.
-    whole = (tokens.sum() + s.prior_tokens) / (steps.sum(axis=0) + s.prior_tokens)
+    num_tokens, num_plain, num_ngram = tokens.sum() + prior, plain.sum(axis=0) + prior, ngram.sum(axis=0) + prior
     usual = np.maximum((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0)
-    slope = np.clip((whole[1] - whole[0] + 0.2 * usual) / (max(whole[1, 0] - 1.0, 0.0) + 0.2), 0.0, 1.0)
+    evaluated_gain = max(num_tokens / num_ngram[0] - 1.0, 0.0)
+    slope = np.clip((num_tokens / num_ngram - num_tokens / num_plain + 0.2 * usual) / (evaluated_gain + 0.2), 0.0, 1.0)
     slope[0] = 1.0
-    own, alone = total.ngram_steps[0], total.ngram_outputs[0]
-    num_steps, gained = own[:, 0] + alone[:, 1], own[:, 1] + alone[:, 0] - alone[:, 1]
-    usual_gain = gained.sum() / (num_steps.sum() + s.prior_tokens)
-    gain = (gained + s.prior_tokens * usual_gain) / (num_steps + s.prior_tokens)
-    evaluated = 1.0 / _shrunk(steps[:, 1], tokens, 1.0 / (expected + slope * usual_gain), s.prior_tokens)
-    with_ngrams = evaluated + slope * (gain - (evaluated[:, 0] - 1.0))[:, None]
-    both = np.clip(np.stack([expected, with_ngrams], axis=1), 1.0, MAX_SPECULATION_LENGTH + 1.0)
+    weight, gained, steps, checked = total.ngrams[0].T
+    mean_gain = gained.sum() / (weight.sum() + prior)
+    gain = (gained + prior * mean_gain) / (weight + prior)
+    evaluated = 1.0 / _shrunk(ngram, tokens, 1.0 / (expected + slope * mean_gain), prior)
+    both = np.stack([expected, evaluated + slope * (gain[:, None] - evaluated[:, :1] + 1.0)], axis=2)
     # Steps that draft, and verified tokens. n-gram matches are assumed to be as frequent as the gain is large.
-    count = steps.sum(axis=0) + s.prior_tokens
-    share = np.where(lengths > 0, (drafted.sum(axis=0) + s.prior_tokens) / count, 0.0)
-    matches = (1.0 - share[1]) * ((gain + 0.1) / (evaluated[:, 0] - 0.9).clip(0.1))[:, None]
-    drafts = np.stack([np.broadcast_to(share[0], sums.shape), np.clip(1.0 - matches, 0.0, 1.0) * (lengths > 0)], axis=1)
-    per_step = (verified.sum(axis=0) + s.prior_tokens * (lengths + [[1.0], [1.5]])) / count
-    per_step[1, 0] = (alone[:, 2].sum() + 1.5 * s.prior_tokens) / (alone[:, 1].sum() + s.prior_tokens)
-    reach = np.append(1.0, np.cumprod(everyone))[: len(everyone)]
+    lengths = np.arange(len(slope), dtype=float)
+    matches = (1.0 - (drafted.sum(axis=0) + prior) / num_ngram) * ((mean_gain + 0.1) / (evaluated_gain + 0.1))
+    drafts = np.stack([np.ones(len(slope)), np.clip(1.0 - matches, 0.0, 1.0)], axis=1) * (lengths > 0)[:, None]
+    per_step = np.stack([lengths + 1.0, (verified.sum(axis=0) + prior * (lengths + 1.5)) / num_ngram], axis=1)
+    per_step[0, 1] = (checked.sum() + 1.5 * prior) / (steps.sum() + prior)
     return Ratios(
         accepted,
-        reached.sum(axis=0) + tokens.sum() * reach,
-        both,
+        reached.sum(axis=0) + tokens.sum() * np.append(1.0, np.cumprod(everyone))[: len(everyone)],
+        np.clip(both, 1.0, MAX_SPECULATION_LENGTH + 1.0),
         drafts,
-        np.broadcast_to(per_step, both.shape).copy(),
+        per_step,
         gain,
         slope,
-        float(total.requests[0, :, NGRAM_STEPS : NGRAM_OUTPUTS + 1].sum()),
+        float(total.counts[0, :, NGRAMS, REQUESTS].sum()),
         steepness,
     )
 
@@ -339,6 +309,21 @@ def _steepness(expected: np.ndarray) -> np.ndarray:
     slope = np.cumsum(np.diff(expected, axis=1, prepend=1.0) * lengths, axis=1) / expected
     steepness: np.ndarray = slope / slope[:, [min(COMPARED_LENGTH, len(lengths) - 1)]].clip(1e-9)
     return steepness
+
+
+def _unlike_requests(
+    steepness: np.ndarray, drafted: np.ndarray, pairs: np.ndarray, s: EstimatorSettings
+) -> np.ndarray | float:
+    """Correction of tokens per step since requests differ, [classes, lengths]. drafted: sequences by length, in use."""
+    if not drafted.any():
+        return 1.0
+    products, deviations, number, scale = pairs.tolist()
+    covariance = products - deviations**2 / max(number, 1.0)
+    variance = (covariance + s.request_steps * s.request_sd**2) / (scale + s.request_steps)
+    spread = steepness * sqrt(min(max(variance, 0.0), MOST_SPREAD**2))
+    in_use = (spread[:, 1:] * drafted).sum(axis=1) / np.maximum(drafted.sum(axis=1), 1e-9)
+    correction: np.ndarray = np.exp(-spread * (spread - in_use[:, None]))
+    return correction
 
 
 def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray, trials: float) -> np.ndarray:
@@ -366,8 +351,8 @@ def log_variance(ratios: Ratios, base: int, settings: EstimatorSettings) -> np.n
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
     share = np.maximum(sums[:, None] - sums[:-1], 0.0) / (1.0 + sums)[:, None]  # tokens from positions i on
     spread = (1.0 - accepted) / (accepted * (ratios.trials + settings.prior_tokens))
-    ngram, length = divmod(base, len(sums))
+    length, ngram = divmod(base, 2)
     by_length = ((share[length] - share) ** 2) @ spread
     kinds = (np.arange(2) != ngram) * settings.request_sd**2 / (ratios.num_ngram + 1.0)
-    variance: np.ndarray = (kinds[:, None] + by_length).reshape(-1)
+    variance: np.ndarray = (by_length[:, None] + kinds).reshape(-1)
     return variance

@@ -9,7 +9,6 @@ import pytest
 from speclen.cli.replay import compare
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported, replay
 from speclen.controller.estimator import Estimator, Estimators, Outcome
-from speclen.controller.estimator.workers import MOST_TRACKED
 from speclen.controller.service.journal import decision_row
 from speclen.controller.service.registry import Context
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
@@ -72,14 +71,13 @@ def test_a_replay_leaves_out_the_verdicts_of_trials(ms_per_token: float | None, 
 
 
 def test_a_profile_takes_nothing_from_what_workers_reported() -> None:
-    """Nor from untracked workers, whose evidence is stored in the place where a profile's would be."""
-    estimator = made()
-    for number in range(MOST_TRACKED + 4):
+    estimator, num_workers = made(), 20
+    for number in range(num_workers):
         Worker(estimator, f"worker-{number}").serve(4, GROUP)
     before = [row.num_steps for row in estimator.rows()]
     estimator.seed(profile())
     assert [row.num_steps for row in estimator.rows()] == before
-    assert sum(before) == GROUP * (MOST_TRACKED + 4)
+    assert sum(before) == GROUP * num_workers
 
 
 def test_a_widened_context_keeps_what_it_uses() -> None:
