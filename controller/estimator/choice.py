@@ -17,13 +17,10 @@ class Estimates:
     """Estimates of every cell, [ranges, arms].
 
     log_time: log step time without the level. log_tokens: of a sequence in a step. score: log tokens per second, with
-    prefill and waiting. cells, solution, ratios, load: the inputs. profiled: a profile's residuals of log step times,
-    for cells without samples.
+    prefill and waiting. cells, solution, ratios, load: the inputs.
     """
 
-    def __init__(
-        self, grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load, profiled: np.ndarray
-    ) -> None:
+    def __init__(self, grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load) -> None:
         self.grid, self.solution, self.ratios, self.load = grid, solution, ratios, load
         number, sizes = len(solution.rho), grid.sizes[:, None].astype(float)
         self._cell_features = cells.features[:number]
@@ -33,12 +30,11 @@ class Estimates:
         passes = grid.lengths * (1.0 - (1.0 - drafted) ** sizes)
         columns = np.empty((5, *grid.shape))
         columns[0], columns[1], columns[2], columns[3] = sizes, passes, sizes * drafted, sizes * verified
-        columns[4] = load.context[:, None]
+        columns[4] = load.context
         features = features_of(columns.reshape(5, -1))
-        log_time = np.log(features @ np.exp(solution.phi)).reshape(grid.shape) + profiled
+        log_time = np.log(features @ np.exp(solution.phi)).reshape(grid.shape)
         self._features = features.reshape(*grid.shape, -1)
-        here = self._ranges, self._places
-        log_time[here] += solution.rho - profiled[here]
+        log_time[self._ranges, self._places] += solution.rho
         self.log_time, self.log_tokens = log_time, -np.log(steps)
         self.score = -np.log(steps + load.waiting) - log_time
         if load.prefill_s > 0:
@@ -76,22 +72,11 @@ class Selection:
         self.arms = np.pad(self.arms, (0, num_ranges - len(self.arms)), mode="edge")
         self.version += 1
 
-    def choose(self, estimates: Estimates, known: np.ndarray, settings: EstimatorSettings) -> list[int]:
-        """Select again; returns the ranges whose arm changed.
-
-        known: ranges that were seen or profiled. The others draft at most as much as the nearest known one.
-        """
-        if not known.any():
-            return []
-        grid, before = estimates.grid, self.arms
-        value = np.where(grid.allowed, estimates.score, -np.inf)
-        after = _best(value, before, settings.hysteresis)
-        if not known.all():
-            places, unknown = np.flatnonzero(known), np.flatnonzero(~known)
-            log_sizes = np.log(grid.sizes)
-            nearest = places[np.abs(log_sizes[unknown, None] - log_sizes[places]).argmin(axis=1)]
-            fits = grid.lengths <= grid.lengths[after[nearest]][:, None]
-            after[unknown] = _best(np.where(fits, value[unknown], -np.inf), before[unknown], settings.hysteresis)
+    def choose(self, estimates: Estimates, settings: EstimatorSettings) -> list[int]:
+        """Select again; returns the ranges whose arm changed. The arm in use stays unless another is clearly better."""
+        value, before = np.where(estimates.grid.allowed, estimates.score, -np.inf), self.arms
+        rows, best = np.arange(len(value)), value.argmax(axis=1)
+        after = np.where(value[rows, best] <= value[rows, before] + settings.hysteresis, before, best)
         changed = np.flatnonzero(after != before)
         if len(changed):
             self.arms, self.version = after, self.version + 1
@@ -113,9 +98,3 @@ class Selection:
             return None
         longer = float(np.exp(min(estimates.log_time[at, place] - estimates.log_time[at, in_use], 5.0)))
         return place, max(longer * (1.0 - float(np.exp(min(optimistic[place], 0.0)))), settings.least_cost)
-
-
-def _best(value: np.ndarray, before: np.ndarray, hysteresis: float) -> np.ndarray:
-    """Place of the best arm of each row; the one before stays unless another is better by the hysteresis."""
-    rows, best = np.arange(len(value)), value.argmax(axis=1)
-    return np.where(value[rows, best] <= value[rows, before] + hysteresis, before, best)

@@ -14,17 +14,15 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.estimator.choice import Estimates, Selection
-from speclen.controller.estimator.grid import MAX_ARMS, Cells, Grid, features_of, place_of, shares
+from speclen.controller.estimator.grid import MAX_ARMS, Array, Cells, Grid, features_of, place_of, shares
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import (
     CHUNK,
     COLD,
     Believed,
-    Prior,
     Solution,
     Times,
     believed_of,
-    prior_of,
     solve,
 )
 from speclen.controller.estimator.tokens import (
@@ -47,6 +45,7 @@ from speclen.records import (
     Limits,
     Probe,
     Profile,
+    ProfileCell,
     RequestClass,
     StepFlag,
     StepRecord,
@@ -73,8 +72,7 @@ class Outcome(NamedTuple):
 class Group:
     """Workers that share evidence and a table: all but isolated ones, each of which has its own.
 
-    solution, ratios, load: the last estimates, None before the first. profile_share: weight of the profile's evidence. It
-    never rises again after live reports contradicted the profile. num_learned: reports learned from.
+    solution, ratios, load: the last estimates, None before the first.  num_learned: reports learned from.
     """
 
     selection: Selection
@@ -83,7 +81,6 @@ class Group:
     solution: Solution = COLD
     ratios: Ratios | None = None
     load: Load | None = None
-    profile_share: float = 1.0
     num_learned: int = 0
 
     def forget(self, s: EstimatorSettings) -> None:
@@ -95,7 +92,8 @@ class Group:
 
 @dataclass(eq=False)
 class State:
-    """Everything that is saved. profiled: smallest and largest batch size of the profile."""
+    """Everything that is saved. profiled: smallest and largest batch size of the profile; profile_phi: of
+    the surface by the profile alone."""
 
     form: int
     settings: EstimatorSettings
@@ -104,10 +102,10 @@ class State:
     groups: dict[str, Group]
     workers: dict[str, Worker] = field(default_factory=dict)
     cells: Cells = field(default_factory=Cells)
-    prior: Prior | None = None
     survival: tuple[float, ...] = ()
     survival_trials: float = 0.0
     profiled: tuple[int, int] = (0, 0)
+    profile_phi: Array | None = None
     num_reports: int = 0
     num_probes: int = 0
 
@@ -136,10 +134,8 @@ class Estimator:
 
     def _begin(self, state: State) -> None:
         self._state, self.settings = state, state.settings
-        self._grid = grid = Grid(state.limits, state.settings.range_width)
-        self._around = grid.around(state.settings.near)
+        self._grid = Grid(state.limits, state.settings.range_width)
         self._believed: dict[str, Believed] = {}
-        self._profiled = state.prior.residuals(grid.sizes, len(grid.arms)) if state.prior else np.zeros(grid.shape)
         self._estimates = {
             name: self._estimates_of(group) for name, group in state.groups.items() if group.ratios is not None
         }
@@ -231,13 +227,13 @@ class Estimator:
     def _beliefs(self, name: str) -> Believed:
         """Believed step times of every cell with evidence."""
         if name not in self._believed:
-            state, cells = self._state, self._state.cells
-            profiled = self._profiled[cells.ranges, cells.places]
-            weighted = profiled * state.groups[name].profile_share
-            known = believed_of(cells, self._estimates[name].solution, self.settings.residual, weighted)
-            if state.prior is not None:
-                known = known._replace(profiled=shares(cells.features, state.prior.phi)[0] + profiled)
-            self._believed[name] = known
+            solution = self._estimates[name].solution
+            state, believed = self._state, believed_of(self._state.cells, solution, self.settings.residual)
+            weight, theta = state.groups[name].times.profile
+            if state.profile_phi is not None:
+                by_surface = shares(state.cells.features, state.profile_phi)[0]
+                believed = believed._replace(profiled=np.where(weight > 0, theta, by_surface))
+            self._believed[name] = believed
         return self._believed[name]
 
     def _earn(self, name: str, worker: Worker, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
@@ -268,11 +264,35 @@ class Estimator:
         if not state.num_reports:
             if profile.survival:
                 self.guess(profile.survival, 4.0 * self.settings.prior_tokens)
-            if len(profile.cells) > 1:
-                sizes = [cell.batch_size for cell in profile.cells]
-                state.prior, state.profiled = prior_of(profile, self.settings), (min(sizes), max(sizes))
+            self._add_profile(profile.cells)
             self._begin(state)
         return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
+
+    def _add_profile(self, cells: Sequence[ProfileCell]) -> None:
+        state, pool, columns = self._state, self._state.groups[POOL], []
+        for cell in cells:
+            size, length, tokens = (
+                cell.batch_size,
+                cell.speculation_length,
+                cell.batch_size * (cell.speculation_length + 1),
+            )
+            number = self._grid.range_of[size] * MAX_ARMS + place_of(Arm(length))
+            columns.append(
+                (size, length, size, tokens, cell.mean_context_length, cell.step_s, cell.step_s_stderr, number)
+            )
+        table = np.array(columns, dtype=float).T
+        features = features_of(table[:5])
+        places = state.cells.find(table[7].astype(int), features)
+        pool.times.grow(len(state.cells.numbers))
+        errors = np.hypot(self.settings.profile_sd, table[6] / table[5])
+        pool.times.profile[:, places] = errors**-2, np.log(table[5])
+        for _ in range(3):
+            pool.solution = solve(pool.times, state.cells.features, pool.solution, self.settings)
+        theta = believed_of(state.cells, pool.solution, self.settings.residual).theta[places]
+        pool.times.level = float(np.average(np.log(table[5]) - theta, weights=errors**-2))
+        pool.times.profile[1, places] -= pool.times.level
+        state.profile_phi = pool.solution.phi
+        state.profiled = int(table[0].min()), int(table[0].max())
 
     def guess(self, survival: Sequence[float], trials: float = 0.0) -> None:
         """Set the prior of acceptance. survival: as in a `Profile`; trials: its weight, 0 for the default."""
@@ -343,20 +363,12 @@ class Estimator:
             is_new = each not in self._estimates
             before = state.groups[each].selection.arms
             self._solve(each)
-            changed = state.groups[each].selection.choose(self._estimates[each], self._known(), self.settings)
+            changed = state.groups[each].selection.choose(self._estimates[each], self.settings)
             why = events[0].detail if events else reason
             everything = is_new and each != POOL
             ranges, old = (range(len(before)), None) if everything else (changed, before)
             decisions += self._decisions(each, ranges, old, why)
         return Outcome(decisions, events)
-
-    def _known(self) -> np.ndarray:
-        """True for the ranges that were profiled, or have usable samples nearby, [ranges]."""
-        state, grid = self._state, self._grid
-        total = np.concatenate([[0.0], np.cumsum(state.traffic.seen)])
-        low, high = self._around
-        known: np.ndarray = total[high] > total[low]
-        return known | ((grid.high >= state.profiled[0]) & (grid.low <= state.profiled[1]))
 
     def _solve(self, name: str) -> None:
         """Solve again for a group, with all evidence of its workers."""
@@ -371,18 +383,10 @@ class Estimator:
             group.times.fade(s.kept)
             for each in members:
                 each.recent.surprise = 1.0
-        prior = None
-        if state.prior is not None:
-            group.profile_share = min(group.profile_share, state.prior.weight(group.times.fit))
-            prior = group.profile_share * state.prior.precision, state.prior.phi
-        cells, times = state.cells, group.times
-        profiled = group.profile_share * self._profiled[cells.ranges, cells.places]
-        times.grow(len(cells.numbers))
-        group.solution = solve(
-            times.information, times.moment, cells.features, group.solution, prior, profiled, s.residual
-        )
+        group.times.grow(len(state.cells.numbers))
+        group.solution = solve(group.times, state.cells.features, group.solution, s)
         group.ratios = ratios_of(group.tokens, self._unseen(), state.survival_trials or s.prior_tokens, s)
-        group.load = state.traffic.load(s.prior_tokens, self._level(name))
+        group.load = state.traffic.load(s.prior_tokens, group.times.level)
         self._believed.pop(name, None)
         self._estimates[name] = self._estimates_of(group)
 
@@ -391,7 +395,9 @@ class Estimator:
         state, number = self._state, len(self._state.cells.numbers)
         for group in state.groups.values():
             group.times.grow(number)
-        count = np.sum([group.times.samples[0] for group in state.groups.values()], axis=0)
+        count = np.sum(
+            [np.diag(group.times.evidence(self.settings.profile_sd)[0]) for group in state.groups.values()], axis=0
+        )
         kept = np.sort(np.argsort(-count, kind="stable")[: self.settings.max_cells * 3 // 4])
         place = np.full(number, -1)
         place[kept] = np.arange(len(kept))
@@ -407,17 +413,10 @@ class Estimator:
     def _estimates_of(self, group: Group) -> Estimates:
         assert group.ratios is not None
         assert group.load is not None
-        expected = group.profile_share * self._profiled
-        return Estimates(self._grid, self._state.cells, group.solution, group.ratios, group.load, expected)
+        return Estimates(self._grid, self._state.cells, group.solution, group.ratios, group.load)
 
     def _members(self, name: str) -> list[Worker]:
         return [worker for each, worker in self._state.workers.items() if self._group_name(each) == name]
-
-    def _level(self, name: str) -> float:
-        """Mean log seconds without theta of a group's workers."""
-        levels = [worker.recent.level for worker in self._members(name) if len(worker.recent.cells)]
-        prior = self._state.prior
-        return float(np.mean(levels)) if levels else prior.level if prior else 0.0
 
     def _samples(self, name: str) -> np.ndarray:
         """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
@@ -436,7 +435,7 @@ class Estimator:
         count, seconds, _ = self._samples(name)
         expected, seconds = (count * np.exp(log_time)).sum(axis=1), seconds.sum(axis=1)
         known = expected > 1e-3 * np.exp(log_time.min(axis=1))
-        level = np.full(len(known), self._level(name))
+        level = np.full(len(known), self._state.groups[name].times.level)
         if known.any():
             level = np.interp(log_sizes, log_sizes[known], np.log(seconds[known] / expected[known]))
         step_s: np.ndarray = np.clip(np.exp(np.minimum(log_time + level[:, None], 20.0)), SHORTEST_S, LONGEST_S)
@@ -444,7 +443,7 @@ class Estimator:
 
     def _ms_per_token(self, name: str) -> np.ndarray | None:
         """Expected milliseconds per token of a sequence, [ranges, arms]; None if nothing was seen."""
-        if name not in self._estimates or not (self._state.num_reports or self._state.prior):
+        if name not in self._estimates or not (self._state.num_reports or self._state.profiled[1]):
             return None
         ms: np.ndarray = 1000.0 * self._step_s(name) / np.exp(self._estimates[name].log_tokens)
         return ms
@@ -510,7 +509,7 @@ class Estimator:
     def rows(self) -> list[ArmEstimate]:
         """The learned table: one row per batch range and arm."""
         state, grid = self._state, self._grid
-        if POOL not in self._estimates or not (state.num_reports or state.prior):
+        if POOL not in self._estimates or not (state.num_reports or state.profiled[1]):
             return []
         estimates, selection, steps_s = self._estimates[POOL], state.groups[POOL].selection, self._step_s(POOL)
         level_variance = state.groups[POOL].times.noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)

@@ -75,11 +75,6 @@ class Grid:
         """True for the arms within some limits, [arms]."""
         return np.array([arm.within(limits) == arm for arm in self.arms])
 
-    def around(self, factor: float) -> tuple[np.ndarray, np.ndarray]:
-        """First range, and the one after the last, with batch sizes up to `factor` times smaller or larger, [ranges]."""
-        first = np.searchsorted(self.high, np.ceil(self.sizes / factor))
-        return first, np.maximum(np.searchsorted(self.low, self.sizes * factor, side="right"), first + 1)
-
 
 @dataclass(eq=False)
 class Cells:

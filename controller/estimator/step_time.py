@@ -9,21 +9,20 @@ before) with the difference d of log times, and all contrasts of a group of work
     M = sum c c' / sigma^2        z = sum c d / sigma^2
 
 with exponential forgetting. A solution has phi, the log weights of a monotone surface, by Gauss-Newton with the residuals
-rho ~ N(0, v) integrated out, then rho. A profile is a prior of phi and rho, and counts for less as contrasts contradict it.
+rho ~ N(0, v) integrated out, then rho. A profile is the first evidence, and is forgotten like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp
+from math import exp, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.grid import PRIOR_MEAN, PRIOR_PRECISION, Array, Cells, features_of, place_of, shares
+from speclen.controller.estimator.grid import PRIOR_MEAN, PRIOR_PRECISION, Array, Cells, shares
 from speclen.controller.estimator.settings import EstimatorSettings
-from speclen.records import Arm, Profile
 
 TAIL = 64  # steps before that a step is compared with
 # Two lags, in steps, from which the drift of the level is estimated. Not 1, since overlapping steps share time.
@@ -48,13 +47,13 @@ class Contrasts(NamedTuple):
 class Recent:
     """The newest usable samples of one worker.
 
-    cells, log_s: of each. level: median of their log times without theta. distances: between log times of one cell, NEAR
+    cells, log_s: of each. level: median of their log times without theta, None before the first. distances: between log times of one cell, NEAR
     and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the newest errors, in variances.
     """
 
     cells: Array = field(default_factory=lambda: np.zeros(0, int))
     log_s: Array = field(default_factory=lambda: np.zeros(0))
-    level: float = 0.0
+    level: float | None = None
     surprise: float = 1.0
     distances: Array = field(default_factory=lambda: np.zeros((2, 2)))
 
@@ -108,14 +107,17 @@ class Times:
     """Step times of a group of workers. information: M, [cells, cells]; moment: z, [cells].
 
     samples: usable samples by cell and their seconds, fading, and samples, not fading, [3, cells]. noise: variance of a
-    contrast. fit: see `Prior`.
+    contrast; level: of the newest samples. profile: weight of a profile's cells and their theta, [2, cells]; errors:
+    squared errors of contrasts by the profile beyond noise, and their number.
     """
 
     noise: float
     information: Array = field(default_factory=lambda: np.zeros((0, 0)))
     moment: Array = field(default_factory=lambda: np.zeros(0))
+    level: float = 0.0
     samples: Array = field(default_factory=lambda: np.zeros((3, 0)))
-    fit: Array = field(default_factory=lambda: np.zeros(2))
+    profile: Array = field(default_factory=lambda: np.zeros((2, 0)))
+    errors: Array = field(default_factory=lambda: np.zeros(2))
 
     def grow(self, num_cells: int) -> None:
         """Make room for new cells."""
@@ -123,16 +125,16 @@ class Times:
         if more > 0:
             self.information = np.pad(self.information, (0, more))
             self.moment = np.pad(self.moment, (0, more))
-            self.samples = np.pad(self.samples, ((0, 0), (0, more)))
+            self.samples, self.profile = (np.pad(each, ((0, 0), (0, more))) for each in (self.samples, self.profile))
 
     def keep(self, kept: np.ndarray) -> None:
         """Forget all cells but these. kept: their indices."""
         self.information, self.moment = self.information[np.ix_(kept, kept)], self.moment[kept]
-        self.samples = self.samples[:, kept]
+        self.samples, self.profile = self.samples[:, kept], self.profile[:, kept]
 
     def fade(self, factor: float) -> None:
         """Let contrasts count for less."""
-        for values in (self.information, self.moment, self.fit):
+        for values in (self.information, self.moment):
             values *= factor
 
     def add(self, contrasts: Contrasts, believed: Believed, recent: Recent, s: EstimatorSettings) -> None:
@@ -161,85 +163,36 @@ class Times:
         share = min(len(square) / LEVEL_MEMORY, 0.5)
         self.noise = min(max((1.0 - share) * self.noise + share * own, (s.noise / 5) ** 2), (5 * s.noise) ** 2)
         if believed.profiled is not None:
+            error = np.minimum(np.abs(differences - weights @ believed.profiled[known]), LARGEST)
             size = squares.sum(axis=1)
-            by_profile = np.minimum(np.abs(differences - weights @ believed.profiled[known]), LARGEST)
-            self.fit = self.fit + (float((by_profile**2 - self.noise) @ size), float(size @ size))
+            self.errors += float((error**2 - self.noise) @ size), float(size @ size)
+
+    def evidence(self, profile_sd: float) -> tuple[np.ndarray, np.ndarray]:
+        """M and z with the profile, each of whose cells is compared with the mean of all.
+
+        Its weight falls with the third power of the ratio of variances: otherwise a profile that is wrong by a factor would
+        prevent probes of arms that it disfavours.
+        """
+        weight, log_s = self.profile
+        if not weight.any():
+            return self.information, self.moment
+        error, number = self.errors.tolist()
+        error = (8.0 * profile_sd**2 + max(error, 0.0)) / (8.0 + number)
+        weight = weight * min(profile_sd**2 / error, 1.0) ** 3
+        information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
+        return self.information + information, self.moment + information @ log_s
 
     def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
         """Count usable samples of a worker, and follow its level."""
         level = float(np.sort(recent.log_s - theta[recent.cells])[len(recent.log_s) // 2])
-        if abs(level - recent.level) > OTHER_MACHINE:
+        if recent.level is not None and abs(level - recent.level) > OTHER_MACHINE:
             self.fade(0.0)
             self.samples[:2] = 0.0
             recent.surprise = 1.0
-        recent.level = level
+        recent.level = self.level = level
         self.samples[:2] *= exp(-len(cells) / (10.0 * LEVEL_MEMORY))
         seconds = np.exp(np.minimum(log_s, level + theta[cells] + LARGEST))
         np.add.at(self.samples.T, cells, np.stack([np.ones(len(cells)), seconds, np.ones(len(cells))], axis=1))
-
-
-@dataclass(frozen=True, eq=False)
-class Prior:
-    """Prior of step times from a profile.
-
-    phi, precision: of the log weights, by the profile alone. residual: of a profiled cell, [lengths, sizes]; log_sizes:
-    of its batch sizes; level: log seconds that it is relative to. sd: of its log times.
-    """
-
-    phi: Array
-    precision: Array
-    residual: Array
-    log_sizes: Array
-    level: float
-    sd: float
-
-    def residuals(self, sizes: np.ndarray, num_arms: int) -> np.ndarray:
-        """Residuals by the profile, [sizes, arms]; arms with n-grams have none."""
-        found = np.zeros((len(sizes), num_arms))
-        for length, known in enumerate(self.residual):
-            if place_of(Arm(length)) < num_arms:
-                found[:, place_of(Arm(length))] = np.interp(np.log(sizes), self.log_sizes, known)
-        return found
-
-    def weight(self, fit: np.ndarray) -> float:
-        """Share of its evidence that counts. fit: squared errors of contrasts beyond noise, and their amount.
-
-        It falls with the third power of the ratio of variances: otherwise a profile that is wrong by a factor would
-        prevent probes of arms that it disfavours.
-        """
-        error = (8.0 * self.sd**2 + max(float(fit[0]), 0.0)) / (8.0 + float(fit[1]))
-        return min((self.sd**2 / error) ** 3, 1.0)
-
-
-def prior_of(profile: Profile, settings: EstimatorSettings) -> Prior:
-    """A profile as a prior: each cell is compared with the mean of all, weighted by its standard error."""
-    cells = profile.cells
-    values = [
-        (
-            c.batch_size,
-            c.speculation_length,
-            c.batch_size,
-            c.batch_size * (c.speculation_length + 1),
-            c.mean_context_length,
-        )
-        for c in cells
-    ]
-    features = features_of(np.array(values, dtype=float).T)
-    log_s = np.log([cell.step_s for cell in cells])
-    errors = np.array([cell.step_s_stderr / cell.step_s for cell in cells])
-    weight = 1.0 / (settings.profile_sd**2 + errors**2)
-    information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
-    solution = COLD
-    for _ in range(3):
-        solution = solve(information, information @ log_s, features, solution, None, 0.0 * log_s, settings.residual)
-    residual = log_s - shares(features, solution.phi)[0]
-    level = float(np.average(residual, weights=weight))
-    sizes = np.unique([cell.batch_size for cell in cells])
-    by_length = np.zeros((max(cell.speculation_length for cell in cells) + 1, len(sizes)))
-    for cell, value in zip(cells, residual.tolist(), strict=True):
-        by_length[cell.speculation_length, np.searchsorted(sizes, cell.batch_size)] = value - level
-    precision = np.linalg.inv(solution.covariance) - PRIOR_PRECISION
-    return Prior(solution.phi, precision, by_length, np.log(sizes), level, settings.profile_sd)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,38 +223,31 @@ class Believed(NamedTuple):
     profiled: np.ndarray | None = None
 
 
-def solve(
-    information: np.ndarray, moment: np.ndarray, features: np.ndarray, last: Solution, prior: tuple[np.ndarray, ...] | None,
-    profiled: np.ndarray, residual: float,
-) -> Solution:  # fmt: skip
-    """The most probable surface and residuals: steps of Gauss-Newton from the last solution.
-
-    prior: weighted precision of a profile, and its phi. profiled: residuals that the profile expects, [cells].
-    """
-    variance, phi = residual**2, last.phi
-    shrinkage = np.linalg.inv(np.eye(len(moment)) + variance * information)
+def solve(times: Times, features: np.ndarray, last: Solution, s: EstimatorSettings) -> Solution:
+    """The most probable surface and residuals: steps of Gauss-Newton from the last solution. features: of the cells."""
+    variance, phi, (information, moment) = s.residual**2, last.phi, times.evidence(s.profile_sd)
+    left = np.linalg.inv(np.eye(len(features)) + variance * information)
     for _ in range(3):
         log_mean, gradient = shares(features, phi)
-        pull = shrinkage @ (moment - information @ (log_mean + profiled))
-        own = gradient - shrinkage @ gradient
-        precision = gradient.T @ own / variance + PRIOR_PRECISION
-        force, total = gradient.T @ pull - PRIOR_PRECISION @ (phi - PRIOR_MEAN), precision
-        if prior is not None:
-            total, force = precision + prior[0], force - prior[0] @ (phi - prior[1])
-        step = np.clip(np.linalg.solve(total, force), -1.0, 1.0)
+        pull = left @ (moment - information @ log_mean)
+        own = gradient - left @ gradient
+        covariance = np.linalg.inv(gradient.T @ own / variance + PRIOR_PRECISION)
+        step = np.clip(covariance @ (gradient.T @ pull - PRIOR_PRECISION @ (phi - PRIOR_MEAN)), -1.0, 1.0)
         phi = phi + step
         if np.abs(step).max() < 0.1:
             break
-    rho = profiled + variance * pull - own @ step
-    return Solution(phi, np.linalg.inv(precision), rho, shrinkage)
+    rho = variance * pull - own @ step
+    if information is not times.information:  # a profile says nothing of how uncertain an arm is
+        left = np.linalg.inv(np.eye(len(features)) + variance * times.information)
+        covariance = np.linalg.inv(gradient.T @ (gradient - left @ gradient) / variance + PRIOR_PRECISION)
+    return Solution(phi, covariance, rho, left)
 
 
-def believed_of(cells: Cells, solution: Solution, residual: float, profiled: np.ndarray) -> Believed:
-    """Estimates of all cells, including those added since the solution. profiled: residuals by a profile."""
+def believed_of(cells: Cells, solution: Solution, residual: float) -> Believed:
+    """Estimates of all cells, including those added since the solution."""
     theta, gradient = shares(cells.features, solution.phi)
     known, variance = len(solution.rho), np.full(len(theta), residual**2)
     theta[:known] += solution.rho
-    theta[known:] += profiled[known:]
     variance[:known] *= np.diag(solution.shrinkage)
     around = gradient - gradient.mean(axis=0)
     return Believed(theta, variance + ((around @ solution.covariance) * around).sum(axis=1))

@@ -18,13 +18,13 @@ MEMORY = 1000.0  # steps over which traffic is averaged
 class Load(NamedTuple):
     """Mean traffic.
 
-    mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence, [ranges];
-    prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token; level: log of
-    the step time in seconds at log_time 0, which puts prefill_s on the scale of step times.
+    mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence; prefill_s:
+    draft-model prefill per generated token; waiting: new sequences per generated token; level: log of the step time in
+    seconds at log_time 0, which puts prefill_s on the scale of step times.
     """
 
     mix: Array
-    context: Array
+    context: float
     prefill_s: float
     waiting: float
     level: float
@@ -32,43 +32,40 @@ class Load(NamedTuple):
 
 @dataclass(eq=False)
 class Traffic:
-    """Fading sums over the steps of all workers. class_tokens: generated, [ranges, classes]; held: tokens held per
-    sequence, and steps, [ranges, 2]; seen: usable samples, not fading, [ranges]; rates: draft-model prefill seconds and
-    new sequences."""
+    """Fading sums over the steps of all workers.
+
+    class_tokens: generated tokens, [ranges, classes]. sums: steps, tokens held per sequence, seconds of draft-model
+    prefill, new sequences.
+    """
 
     class_tokens: Array
-    held: Array
-    seen: Array
-    rates: Array
+    sums: Array
 
     @classmethod
     def none(cls, num_ranges: int) -> Traffic:
         """Before any step."""
-        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2)), np.zeros(num_ranges), np.zeros(2))
+        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros(4))
 
     def widen(self, num_ranges: int) -> None:
         """Make room for larger batch sizes."""
-        more = 0, num_ranges - len(self.seen)
-        self.class_tokens, self.held = (np.pad(each, (more, (0, 0))) for each in (self.class_tokens, self.held))
-        self.seen = np.pad(self.seen, more)
+        self.class_tokens = np.pad(self.class_tokens, ((0, num_ranges - len(self.class_tokens)), (0, 0)))
 
     def count(self, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
         """Count steps. ranges: of each."""
         fade = exp(-len(records) / MEMORY)
-        for values in (self.class_tokens, self.held, self.rates):
-            values *= fade
+        self.class_tokens *= fade
+        self.sums *= fade
         for at, record in zip(ranges, records, strict=True):
             for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
                 self.class_tokens[at, kind] += num_tokens_of(histogram)
-            self.held[at] += record.mean_context_length, 1.0
-            self.seen[at] += not record.flags
-            self.rates += record.draft_prefill_s, record.num_new_sequences
+        columns = [(1.0, r.mean_context_length, r.draft_prefill_s, r.num_new_sequences) for r in records]
+        self.sums += np.array(columns).sum(axis=0)
 
     def load(self, prior_tokens: float, level: float) -> Load:
-        """The averages, each range's shrunk towards those of all."""
+        """The averages. The mix of a range is shrunk towards that of all."""
         total = self.class_tokens.sum(axis=0) + (1.0, 0.0, 0.0)
         mixed = self.class_tokens + prior_tokens * total / total.sum()
-        held, steps = self.held.T
-        context = (held + held.sum() / max(float(steps.sum()), 1.0)) / (steps + 1.0)
-        prefill_s, waiting = (self.rates / max(float(self.class_tokens.sum()), 1.0)).tolist()
-        return Load(mixed / mixed.sum(axis=1, keepdims=True), context, prefill_s, waiting, level)
+        steps, held, prefill_s, started = self.sums.tolist()
+        tokens = float(total.sum())
+        mix = mixed / mixed.sum(axis=1, keepdims=True)
+        return Load(mix, held / max(steps, 1.0), prefill_s / tokens, started / tokens, level)
