@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from speclen.controller.estimator.choice import Estimates, Selection
-from speclen.controller.estimator.grid import MAX_ARMS, Array, Cells, Grid, features_of, place_of, shares
+from speclen.controller.estimator.grid import Cells, Grid, place_of
 from speclen.controller.estimator.settings import EstimatorSettings
 from speclen.controller.estimator.step_time import (
     CHUNK,
@@ -22,7 +22,7 @@ from speclen.controller.estimator.step_time import (
     Believed,
     Solution,
     Times,
-    believed_of,
+    samples_of,
     solve,
 )
 from speclen.controller.estimator.tokens import (
@@ -46,7 +46,6 @@ from speclen.records import (
     Probe,
     Profile,
     ProfileCell,
-    RequestClass,
     StepFlag,
     StepRecord,
     Table,
@@ -86,14 +85,12 @@ class Group:
     def forget(self, s: EstimatorSettings) -> None:
         """Keep a part of the evidence: some of it came from a worker that differs."""
         self.times.fade(s.kept)
-        for kind in RequestClass:
-            self.tokens.forget(kind, s)
+        self.tokens.forget(s)
 
 
 @dataclass(eq=False)
 class State:
-    """Everything that is saved. profiled: smallest and largest batch size of the profile; profile_phi: of
-    the surface by the profile alone."""
+    """Everything that is saved. profiled: smallest and largest batch size of the profile."""
 
     form: int
     settings: EstimatorSettings
@@ -105,7 +102,6 @@ class State:
     survival: tuple[float, ...] = ()
     survival_trials: float = 0.0
     profiled: tuple[int, int] = (0, 0)
-    profile_phi: Array | None = None
     num_reports: int = 0
     num_probes: int = 0
 
@@ -166,7 +162,7 @@ class Estimator:
         state.traffic.count(records, ranges)
         self._earn(name, who, records, ranges)
         events = self._learn_tokens(name, who, records)
-        usable = [(at, record) for at, record in zip(ranges, records, strict=True) if not record.flags]
+        usable = [record for record in records if not record.flags]
         for first in range(0, len(usable), CHUNK):
             self._learn_times(name, who, usable[first : first + CHUNK])
         if who.num_reports - who.compared_at >= COMPARED and len(state.workers) > 1:
@@ -186,54 +182,46 @@ class Estimator:
         return state.workers[name]
 
     def _learn_tokens(self, name: str, who: Worker, records: Sequence[StepRecord]) -> list[DriftEvent]:
-        """Learn tokens per step. Where the text of a class has changed, forget what was learned of the text before."""
-        tokens, s, found = self._state.groups[name].tokens, self.settings, []
-        histograms = histograms_of(records)
+        """Learn tokens per step. Where the text has changed, forget what was learned of the text before."""
+        tokens, s, histograms = self._state.groups[name].tokens, self.settings, histograms_of(records)
         requests = num_requests(records, histograms, s)
-        who.add_tokens(histograms, self._estimates[POOL].ratios, requests, s)
+        if len(self._state.workers) > 1:
+            who.add_tokens(histograms, self._estimates[POOL].ratios, requests, s)
         tokens.add(records, histograms, requests, self._estimates[name].ratios, s)
-        for kind, statistic in tokens.changes(s):
-            tokens.forget(kind, s)
-            text = f"accepted tokens of {RequestClass(kind).name.lower().replace('_', '-')} requests changed"
-            found.append(DriftEvent(self.key, "acceptance", statistic, text))
-        return found
+        change = tokens.change(s)
+        if change <= s.change:
+            return []
+        tokens.forget(s)
+        return [DriftEvent(self.key, "acceptance", change, "the number of accepted tokens changed")]
 
-    def _learn_times(self, name: str, who: Worker, usable: Sequence[tuple[int, StepRecord]]) -> None:
-        """Learn step times from usable samples. usable: each with its range."""
-        cells, s, columns = self._state.cells, self.settings, []
-        for at, record in usable:
-            (length, ngram), drafted = record.arm, record.num_drafted_sequences
-            # Where all sequences had an n-gram match, the step took the time of n-grams alone.
-            passes = length if drafted or not ngram else 0
-            number = at * MAX_ARMS + 2 * passes + ngram
-            columns.append((record.batch_size, passes if drafted else 0, drafted, record.num_verified_tokens,
-                            record.mean_context_length, record.latency_s, number))  # fmt: skip
-        table = np.array(columns, dtype=float).T
-        features, before = features_of(table[:5]), len(cells.numbers)
-        places = cells.find(table[6].astype(int), features)
+    def _learn_times(self, name: str, who: Worker, usable: Sequence[StepRecord]) -> None:
+        """Learn step times from usable samples."""
+        cells, s, times = self._state.cells, self.settings, self._state.groups[name].times
+        places, features, seconds = self._find_cells(usable)
+        # Steps of a cell differ in context and n-gram tokens: each is put down to the features of the cell's first step.
+        weights = np.exp(self._estimates[name].solution.phi)
+        log_s = np.log(seconds * (cells.features[places] @ weights) / (features @ weights))
+        contrasts, believed = who.recent.contrasts(places, log_s, s.gain), self._beliefs(name)
+        times.add(contrasts, believed, who.recent, s)
+        times.count(places, log_s, believed.theta, who.recent)
+        if len(self._state.workers) > 1:
+            who.add_times(contrasts, cells, self._beliefs(POOL), s)
+
+    def _find_cells(self, records: Sequence[StepRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Indices of the cells of steps, added where they are new; the steps' features and seconds."""
+        cells, (numbers, features, seconds) = self._state.cells, samples_of(records, self._grid)
+        before, places = len(cells.numbers), cells.find(numbers, features)
         if len(cells.numbers) > before:
             self._believed.clear()
             for group in self._state.groups.values():
                 group.times.grow(len(cells.numbers))
-        # Steps of a cell differ in context and n-gram tokens: each is put down to the features of the cell's first step.
-        weights = np.exp(self._estimates[name].solution.phi)
-        log_s = np.log(table[5] * (cells.features[places] @ weights) / (features @ weights))
-        contrasts, times = who.recent.contrasts(places, log_s, s.gain), self._state.groups[name].times
-        believed = self._beliefs(name)
-        times.add(contrasts, believed, who.recent, s)
-        times.count(places, log_s, believed.theta, who.recent)
-        who.add_times(contrasts, cells, self._beliefs(POOL), s)
+        return places, features, seconds
 
     def _beliefs(self, name: str) -> Believed:
         """Believed step times of every cell with evidence."""
         if name not in self._believed:
-            solution = self._estimates[name].solution
-            state, believed = self._state, believed_of(self._state.cells, solution, self.settings.residual)
-            weight, theta = state.groups[name].times.profile
-            if state.profile_phi is not None:
-                by_surface = shares(state.cells.features, state.profile_phi)[0]
-                believed = believed._replace(profiled=np.where(weight > 0, theta, by_surface))
-            self._believed[name] = believed
+            group, cells = self._state.groups[name], self._state.cells
+            self._believed[name] = group.times.believed(cells, group.solution, self.settings)
         return self._believed[name]
 
     def _earn(self, name: str, worker: Worker, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
@@ -269,30 +257,14 @@ class Estimator:
         return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
 
     def _add_profile(self, cells: Sequence[ProfileCell]) -> None:
-        state, pool, columns = self._state, self._state.groups[POOL], []
-        for cell in cells:
-            size, length, tokens = (
-                cell.batch_size,
-                cell.speculation_length,
-                cell.batch_size * (cell.speculation_length + 1),
-            )
-            number = self._grid.range_of[size] * MAX_ARMS + place_of(Arm(length))
-            columns.append(
-                (size, length, size, tokens, cell.mean_context_length, cell.step_s, cell.step_s_stderr, number)
-            )
-        table = np.array(columns, dtype=float).T
-        features = features_of(table[:5])
-        places = state.cells.find(table[7].astype(int), features)
-        pool.times.grow(len(state.cells.numbers))
-        errors = np.hypot(self.settings.profile_sd, table[6] / table[5])
-        pool.times.profile[:, places] = errors**-2, np.log(table[5])
-        for _ in range(3):
-            pool.solution = solve(pool.times, state.cells.features, pool.solution, self.settings)
-        theta = believed_of(state.cells, pool.solution, self.settings.residual).theta[places]
-        pool.times.level = float(np.average(np.log(table[5]) - theta, weights=errors**-2))
-        pool.times.profile[1, places] -= pool.times.level
-        state.profile_phi = pool.solution.phi
-        state.profiled = int(table[0].min()), int(table[0].max())
+        pool, s, records = self._state.groups[POOL], self.settings, []
+        for size, length, step_s, _, _, context in cells:
+            step = StepRecord(0, size, Arm(length), step_s, (), context, num_drafted_sequences=size)
+            records.append(step._replace(num_verified_tokens=size * (length + 1)))
+        places, _, seconds = self._find_cells(records)
+        errors = np.hypot(s.profile_sd, [cell.step_s_stderr / cell.step_s for cell in cells])
+        pool.times.set_profile(places, np.log(seconds), errors, self._state.cells, s)
+        self._state.profiled = min(cell.batch_size for cell in cells), max(cell.batch_size for cell in cells)
 
     def guess(self, survival: Sequence[float], trials: float = 0.0) -> None:
         """Set the prior of acceptance. survival: as in a `Profile`; trials: its weight, 0 for the default."""

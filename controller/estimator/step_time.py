@@ -14,15 +14,26 @@ rho ~ N(0, v) integrated out, then rho. A profile is the first evidence, and is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp, sqrt
+from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.grid import PRIOR_MEAN, PRIOR_PRECISION, Array, Cells, shares
+from speclen.controller.estimator.grid import (
+    MAX_ARMS,
+    PRIOR_MEAN,
+    PRIOR_PRECISION,
+    Array,
+    Cells,
+    Grid,
+    features_of,
+    shares,
+)
 from speclen.controller.estimator.settings import EstimatorSettings
+from speclen.records import StepRecord
 
 TAIL = 64  # steps before that a step is compared with
 # Two lags, in steps, from which the drift of the level is estimated. Not 1, since overlapping steps share time.
@@ -33,6 +44,20 @@ SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
 OTHER_MACHINE = 2.5  # change of the log level after which learned step times are forgotten
 LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times as many over which observed times are
 LARGEST = 1.0  # log difference from the estimate at which samples are clipped
+
+
+def samples_of(records: Sequence[StepRecord], grid: Grid) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers of the cells of steps, the steps' features, and their seconds."""
+    columns = []
+    for record in records:
+        (length, ngram), drafted = record.arm, record.num_drafted_sequences
+        # Where all sequences had an n-gram match, the step took the time of n-grams alone.
+        passes = length if drafted or not ngram else 0
+        columns.append((record.batch_size, passes if drafted else 0, drafted, record.num_verified_tokens,
+                        record.mean_context_length, record.latency_s, 2 * passes + ngram))  # fmt: skip
+    table = np.array(columns, dtype=float).T
+    numbers = grid.range_of[table[0].astype(int)] * MAX_ARMS + table[6].astype(int)
+    return numbers, features_of(table[:5]), table[5]
 
 
 class Contrasts(NamedTuple):
@@ -47,8 +72,9 @@ class Contrasts(NamedTuple):
 class Recent:
     """The newest usable samples of one worker.
 
-    cells, log_s: of each. level: median of their log times without theta, None before the first. distances: between log times of one cell, NEAR
-    and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the newest errors, in variances.
+    cells, log_s: of each. level: median of their log times without theta, None before the first. distances: between log
+    times of one cell, NEAR and FAR steps apart, and how many, fading, [2, 2]. surprise: mean square of the newest
+    errors, in variances.
     """
 
     cells: Array = field(default_factory=lambda: np.zeros(0, int))
@@ -107,8 +133,8 @@ class Times:
     """Step times of a group of workers. information: M, [cells, cells]; moment: z, [cells].
 
     samples: usable samples by cell and their seconds, fading, and samples, not fading, [3, cells]. noise: variance of a
-    contrast; level: of the newest samples. profile: weight of a profile's cells and their theta, [2, cells]; errors:
-    squared errors of contrasts by the profile beyond noise, and their number.
+    contrast; level: of the newest samples. profile: weight of a profile's cells and their theta, [2, cells]; profile_phi:
+    the surface by the profile alone; errors: squared errors of contrasts by the profile beyond noise, and their number.
     """
 
     noise: float
@@ -117,6 +143,7 @@ class Times:
     level: float = 0.0
     samples: Array = field(default_factory=lambda: np.zeros((3, 0)))
     profile: Array = field(default_factory=lambda: np.zeros((2, 0)))
+    profile_phi: Array | None = None
     errors: Array = field(default_factory=lambda: np.zeros(2))
 
     def grow(self, num_cells: int) -> None:
@@ -182,6 +209,31 @@ class Times:
         information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
         return self.information + information, self.moment + information @ log_s
 
+    def set_profile(
+        self, places: np.ndarray, log_s: np.ndarray, errors: np.ndarray, cells: Cells, s: EstimatorSettings
+    ) -> None:
+        """Begin with a profile. places: of its cells; errors: standard deviations of their log seconds."""
+        self.profile[:, places] = errors**-2, log_s
+        solution = COLD
+        for _ in range(3):
+            solution = solve(self, cells.features, solution, s)
+        self.profile_phi, theta = solution.phi, self.believed(cells, solution, s).theta
+        self.level = float(np.average(log_s - theta[places], weights=errors**-2))
+        self.profile[1, places] -= self.level
+
+    def believed(self, cells: Cells, solution: Solution, s: EstimatorSettings) -> Believed:
+        """Estimates of all cells, including those added since the solution."""
+        theta, gradient = shares(cells.features, solution.phi)
+        known, variance = len(solution.rho), np.full(len(theta), s.residual**2)
+        theta[:known] += solution.rho
+        variance[:known] *= np.diag(solution.shrinkage)
+        around = gradient - gradient.mean(axis=0)
+        variance += ((around @ solution.covariance) * around).sum(axis=1)
+        if self.profile_phi is None:
+            return Believed(theta, variance)
+        weight, profiled = self.profile
+        return Believed(theta, variance, np.where(weight > 0, profiled, shares(cells.features, self.profile_phi)[0]))
+
     def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
         """Count usable samples of a worker, and follow its level."""
         level = float(np.sort(recent.log_s - theta[recent.cells])[len(recent.log_s) // 2])
@@ -241,13 +293,3 @@ def solve(times: Times, features: np.ndarray, last: Solution, s: EstimatorSettin
         left = np.linalg.inv(np.eye(len(features)) + variance * times.information)
         covariance = np.linalg.inv(gradient.T @ (gradient - left @ gradient) / variance + PRIOR_PRECISION)
     return Solution(phi, covariance, rho, left)
-
-
-def believed_of(cells: Cells, solution: Solution, residual: float) -> Believed:
-    """Estimates of all cells, including those added since the solution."""
-    theta, gradient = shares(cells.features, solution.phi)
-    known, variance = len(solution.rho), np.full(len(theta), residual**2)
-    theta[:known] += solution.rho
-    variance[:known] *= np.diag(solution.shrinkage)
-    around = gradient - gradient.mean(axis=0)
-    return Believed(theta, variance + ((around @ solution.covariance) * around).sum(axis=1))

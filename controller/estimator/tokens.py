@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp
+from operator import add
 
 import numpy as np
 
@@ -39,15 +40,12 @@ LEAST = 0.02  # of acceptance and of rejection
 DEEPER = 0.98  # acceptance of a position relative to the one before, unseen
 COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
-PAIR_MEMORY = 1024.0  # steps over which the variance among requests is averaged
-MOST_PAIRED = 8  # sequences of a class in a step: in larger batches, deviations that all share would dominate
-MOST_SPREAD = 0.5  # standard deviation of log tokens per step among requests; more is a change of the text
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
 DRAFTS, NGRAMS, OUTPUTS = range(
     3
 )  # evidence of steps with drafts, of n-grams alone, and of outputs evaluated for all arms
-REQUESTS, TOKENS, EXPECTED, SQUARES = range(4)
+REQUESTS, TOKENS, EXPECTED = range(3)
 
 # Steps by class, length and n-grams: how many, and the histogram of their accepted tokens.
 Histograms = dict[tuple[int, int, bool], tuple[int, list[int]]]
@@ -62,7 +60,7 @@ def histograms_of(records: Sequence[StepRecord]) -> Histograms:
             continue
         for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
             number, known = found.get((kind, length, ngram), (0, None))
-            added = list(runs) if known is None else [a + b for a, b in zip(known, runs, strict=True)]
+            added = list(runs) if known is None else list(map(add, known, runs))
             found[kind, length, ngram] = number + 1, added
     return found
 
@@ -78,27 +76,23 @@ def num_requests(records: Sequence[StepRecord], histograms: Histograms, settings
 class TokenEvidence:
     """Sums of a group of workers in a long and a short memory.
 
-    counts: by source: requests, tokens, tokens that were expected, and squared log ratios of the last two of outputs, [2,
-    classes, 3, 4]. positions: sequences that reached a draft position, that passed it, and that drafted up to it, [2,
-    classes, 3, positions]. ngrams: steps of sequences with n-grams, weighted, tokens gained, steps of evaluated outputs,
-    their verified tokens, [2, classes, 4]. arms: of outputs, by arm: steps without n-grams, with them, of these those that
-    drafted, their verified tokens, [2, classes, 4, lengths]. pairs: of successive steps with drafts, the product of the
-    relative deviations of their tokens, per sequence, the deviations, their number, and the products to expect at a
-    spread of 1, [4].
+    counts: by source: requests, tokens, and tokens that were expected, [2, classes, 3, 3]. positions: sequences that
+    reached a draft position, that passed it, and that drafted up to it, [2, classes, 3, positions]. ngrams: steps of
+    sequences with n-grams, weighted, tokens gained, steps of evaluated outputs, their verified tokens, [2, classes, 4].
+    arms: of outputs, by arm: steps without n-grams, with them, of these those that drafted, their verified tokens, [2,
+    classes, 4, lengths].
     """
 
     counts: Array
     positions: Array
     ngrams: Array
     arms: Array
-    pairs: Array
 
     @classmethod
     def none(cls, max_length: int) -> TokenEvidence:
         """Before anything was seen."""
-        shapes = (3, 4), (3, max_length), (4,), (4, max_length + 1)
-        counts, positions, ngrams, arms = (np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes)
-        return cls(counts, positions, ngrams, arms, np.zeros(4))
+        shapes = (3, 3), (3, max_length), (4,), (4, max_length + 1)
+        return cls(*(np.zeros((2, NUM_CLASSES, *shape)) for shape in shapes))
 
     def widen(self, max_length: int) -> None:
         """Make room for longer drafts. In evaluated outputs, the longest known one stands for them."""
@@ -117,7 +111,6 @@ class TokenEvidence:
         for record in records:
             for output in record.evaluations:
                 self._add_output(output, ratios, s)
-        self._add_pairs(records, ratios)
         per_row = num_requests / max(sum(sum(histogram) for _, histogram in histograms.values()), 1)
         for (kind, length, ngram), (num_steps, histogram) in histograms.items():
             rows, tokens = sum(histogram), num_tokens_of(histogram)
@@ -128,34 +121,15 @@ class TokenEvidence:
             self._keep(source, kind, 0, exp(-requests / s.long_memory), requests)
             self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
             usual = rows * float(ratios.expected[kind, length, int(ngram)])
-            self.counts[:, kind, source, TOKENS:SQUARES] += tokens, usual
+            self.counts[:, kind, source, TOKENS:] += tokens, usual
             if ngram:
                 slope = float(ratios.slope[length])
                 gained = tokens - usual + rows * slope * float(ratios.gain[kind])
-                self.ngrams[:, kind, :2] += rows * slope**2, slope * gained
+                self.ngrams[:, kind, :2] += rows * slope, gained
             else:
                 beyond = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
                 self.positions[:, kind, :2, :length] += beyond[:-1], beyond[1:]
                 self.positions[:, kind, 2, length - 1] += rows
-
-    def _add_pairs(self, records: Sequence[StepRecord], ratios: Ratios) -> None:
-        """Compare the tokens of successive steps with drafts."""
-        now: dict[int, tuple[float, float]] = {}
-        products = deviations = number = scale = 0.0
-        usual, steepness = ratios.expected[:, :, 0].tolist(), ratios.steepness.tolist()
-        for record in records:
-            before, now, (length, ngram) = now, {}, record.arm
-            if ngram or not length or (record.flags and UNUSABLE & record.flags):
-                continue
-            for kind, runs in record.class_histograms or ((0, record.accepted_histogram),):
-                if 0 < (rows := sum(runs)) <= MOST_PAIRED:
-                    deviation = num_tokens_of(runs) / (rows * usual[kind][length]) - 1.0
-                    scaled, steep = min(max(deviation * sqrt(rows), -1.0), 1.0), steepness[kind][length]
-                    now[kind] = scaled, steep
-                    if kind in before:
-                        products, deviations = products + scaled * before[kind][0], deviations + scaled
-                        number, scale = number + 1.0, scale + steep * before[kind][1]
-        self.pairs[:] = self.pairs * exp(-len(records) / PAIR_MEMORY) + (products, deviations, number, scale)
 
     def _keep(self, source: int, kind: int, memory: int, kept: float, requests: float) -> None:
         """Decay a class's evidence of a source, and count its new requests."""
@@ -181,38 +155,26 @@ class TokenEvidence:
     def _count_output(self, source: int, kind: int, tokens: int, expected: float, s: EstimatorSettings) -> None:
         for memory, length in enumerate((s.long_memory, s.short_memory)):
             self._keep(source, kind, memory, exp(-1.0 / length), 1.0)
-        self.counts[:, kind, source, TOKENS:] += (
-            tokens,
-            expected,
-            min(log(tokens / expected) ** 2, 4.0 * s.request_sd**2),
-        )
+        self.counts[:, kind, source, TOKENS:] += tokens, expected
 
-    def changes(self, s: EstimatorSettings) -> list[tuple[int, float]]:
-        """Request classes whose text has changed, each with the difference in standard errors."""
+    def change(self, s: EstimatorSettings) -> float:
+        """Difference of the tokens in both memories from those that were expected, in standard errors.
+
+        Of the source that differs most, all classes together, since most changes of the text concern all of them.
+        """
         long, short = self.counts[..., REQUESTS]
         number = np.where((short >= LEAST_REQUESTS[0]) & (long >= LEAST_REQUESTS[1]), short, 0.0)
         if not number.any():
-            return []
+            return 0.0
         prior = s.prior_tokens / 4.0
         error = np.diff(np.log((self.counts[..., TOKENS] + prior) / (self.counts[..., EXPECTED] + prior)), axis=0)[0]
-        variance = self._variance(s)
-        # Each class relative to its own past, and all classes together, since most changes concern all of them.
-        weighted, spread2 = number * error, variance * (number + number**2 / np.maximum(long, 1e-9))
-        of_class = np.abs(weighted) / np.sqrt(spread2 + 1e-9)
-        of_all = np.abs(weighted.sum(axis=0)) / np.sqrt(spread2.sum(axis=0) + 1e-9)
-        largest = np.maximum(of_class, of_all * (number > 0)).max(axis=1)
-        return [(int(kind), float(largest[kind])) for kind in np.flatnonzero(largest > s.change)]
+        spread = s.request_sd * np.sqrt((number + number**2 / np.maximum(long, 1e-9)).sum(axis=0) + 1e-9)
+        return float((np.abs((number * error).sum(axis=0)) / spread).max())
 
-    def forget(self, kind: int, s: EstimatorSettings) -> None:
-        """Replace a class's long memory by a part of the short one: the rest describes the text before the change."""
+    def forget(self, s: EstimatorSettings) -> None:
+        """Replace the long memory by a part of the short one: the rest describes the text before the change."""
         for values in (self.counts, self.positions, self.ngrams, self.arms):
-            values[:, kind] = s.kept * values[1, kind]
-
-    def _variance(self, s: EstimatorSettings) -> np.ndarray:
-        """Variance of log tokens per step among requests, by source, [classes, 3]. Outputs measure it; it has a floor."""
-        least, number, squares = s.request_sd**2, self.counts[0, ..., REQUESTS], self.counts[0, ..., SQUARES]
-        variance = np.maximum((8.0 * least + squares) / (8.0 + number), least)
-        return variance[:, [OUTPUTS, NGRAMS, OUTPUTS]]
+            values[:] = s.kept * values[1]
 
 
 def _by_arm(output: OutputEvaluation) -> tuple[np.ndarray, bool]:
@@ -232,7 +194,7 @@ class Ratios:
     classes together, [positions]. expected: tokens per step, at least 1, [classes, lengths, 2]; drafted: share of steps
     that draft, and verified: tokens per step, all classes together, [lengths, 2]. gain: tokens per step that n-grams
     alone gain, [classes]; slope: share of that gain that remains with the draft model, [lengths]. num_ngram: requests
-    that measured it. steepness: see `_steepness`.
+    that measured it.
     """
 
     accepted: Array
@@ -243,7 +205,6 @@ class Ratios:
     gain: Array
     slope: Array
     num_ngram: float
-    steepness: Array
 
 
 def unseen_acceptance(max_length: int, survival: Sequence[float], first: float) -> np.ndarray:
@@ -269,16 +230,12 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
     accepted = (passed + prior * everyone) / (reached + prior)
     reach = np.cumprod(np.concatenate([np.ones((NUM_CLASSES, 1)), accepted], axis=1), axis=1)
     sums = np.cumsum(reach, axis=1)
-    steepness = _steepness(sums)
-    sums = sums * _unlike_requests(steepness, drafted_by_length, total.pairs, s)
+    sums = sums * _unlike_requests(sums, drafted_by_length, s.request_sd)
     tokens, (plain, ngram, drafted, verified) = total.counts[0, :, OUTPUTS, TOKENS], total.arms[0].transpose(1, 0, 2)
     expected = 1.0 / _shrunk(plain, tokens, 1.0 / sums, prior)
-    # The gain of n-grams alone, and the share of it that remains with the draft model.
-    num_tokens, num_plain, num_ngram = tokens.sum() + prior, plain.sum(axis=0) + prior, ngram.sum(axis=0) + prior
-    usual = np.maximum((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0)
+    num_tokens, num_ngram = tokens.sum() + prior, ngram.sum(axis=0) + prior
     evaluated_gain = max(num_tokens / num_ngram[0] - 1.0, 0.0)
-    slope = np.clip((num_tokens / num_ngram - num_tokens / num_plain + 0.2 * usual) / (evaluated_gain + 0.2), 0.0, 1.0)
-    slope[0] = 1.0
+    slope = np.clip((MATCHED - expected.mean(axis=0)) / (MATCHED - 1.0), 0.0, 1.0)  # of the gain next to drafts
     weight, gained, steps, checked = total.ngrams[0].T
     mean_gain = gained.sum() / (weight.sum() + prior)
     gain = (gained + prior * mean_gain) / (weight + prior)
@@ -299,31 +256,21 @@ def ratios_of(total: TokenEvidence, unseen: np.ndarray, trials: float, s: Estima
         gain,
         slope,
         float(total.counts[0, :, NGRAMS, REQUESTS].sum()),
-        steepness,
     )
 
 
-def _steepness(expected: np.ndarray) -> np.ndarray:
-    """Growth of log tokens per step with log acceptance, relative to COMPARED_LENGTH, [classes, lengths]."""
+def _unlike_requests(expected: np.ndarray, drafted: np.ndarray, spread: float) -> np.ndarray:
+    """Factor on tokens per step since requests differ, [classes, lengths]. drafted: sequences by length, as they were run.
+
+    spread: standard deviation of log tokens per step among requests, with drafts of COMPARED_LENGTH.
+    """
     lengths = np.arange(expected.shape[1])
-    slope = np.cumsum(np.diff(expected, axis=1, prepend=1.0) * lengths, axis=1) / expected
-    steepness: np.ndarray = slope / slope[:, [min(COMPARED_LENGTH, len(lengths) - 1)]].clip(1e-9)
-    return steepness
-
-
-def _unlike_requests(
-    steepness: np.ndarray, drafted: np.ndarray, pairs: np.ndarray, s: EstimatorSettings
-) -> np.ndarray | float:
-    """Correction of tokens per step since requests differ, [classes, lengths]. drafted: sequences by length, in use."""
-    if not drafted.any():
-        return 1.0
-    products, deviations, number, scale = pairs.tolist()
-    covariance = products - deviations**2 / max(number, 1.0)
-    variance = (covariance + s.request_steps * s.request_sd**2) / (scale + s.request_steps)
-    spread = steepness * sqrt(min(max(variance, 0.0), MOST_SPREAD**2))
-    in_use = (spread[:, 1:] * drafted).sum(axis=1) / np.maximum(drafted.sum(axis=1), 1e-9)
-    correction: np.ndarray = np.exp(-spread * (spread - in_use[:, None]))
-    return correction
+    slope = np.cumsum(np.diff(expected, axis=1, prepend=1.0) * lengths, axis=1) / expected  # d log E / d log p
+    sigma = spread * slope / slope[:, [min(COMPARED_LENGTH, len(lengths) - 1)]].clip(1e-9)
+    total = drafted.sum(axis=1)
+    used = (sigma[:, 1:] * drafted).sum(axis=1) / np.maximum(total, 1e-9)
+    factor: np.ndarray = np.where(total.any(), np.exp(-sigma * (sigma - used[:, None])), 1.0)
+    return factor
 
 
 def _accepted_by_all(reached: np.ndarray, passed: np.ndarray, unseen: np.ndarray, trials: float) -> np.ndarray:

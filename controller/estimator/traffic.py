@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
@@ -55,9 +56,12 @@ class Traffic:
         fade = exp(-len(records) / MEMORY)
         self.class_tokens *= fade
         self.sums *= fade
+        tokens: Counter[tuple[int, int]] = Counter()
         for at, record in zip(ranges, records, strict=True):
             for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
-                self.class_tokens[at, kind] += num_tokens_of(histogram)
+                tokens[at, kind] += num_tokens_of(histogram)
+        for place, number in tokens.items():
+            self.class_tokens[place] += number
         columns = [(1.0, r.mean_context_length, r.draft_prefill_s, r.num_new_sequences) for r in records]
         self.sums += np.array(columns).sum(axis=0)
 

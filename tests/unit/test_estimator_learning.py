@@ -112,17 +112,6 @@ def test_steps_that_a_probe_makes_longer_are_paid_for() -> None:
     assert 0 < counts[1] < counts[0] / 2
 
 
-def test_sizes_never_seen_get_no_longer_arm_than_the_nearest_seen() -> None:
-    worker = Worker(made(limits=Limits(128, 8)))
-    for number in range(20):
-        worker.serve((4, 16)[number % 2], 40)
-    table = worker.estimator.table()
-    for size in range(1, 129):
-        nearest = min((6, 11, 23), key=lambda known: abs(np.log(size / known)))  # at the edges of what 4 and 16 tell
-        if size > 23 or size in (7, 9, 10):
-            assert table.arm_for(size).speculation_length <= table.arm_for(nearest).speculation_length
-
-
 def test_flagged_steps_are_no_samples_of_time() -> None:
     worker = Worker(made())
     worker.distort = lambda step: step._replace(flags=frozenset({StepFlag.PREFILL}))
