@@ -71,15 +71,15 @@ class Outcome(NamedTuple):
 class Group:
     """Workers that share evidence and a table: all but isolated ones, each of which has its own.
 
-    solution, ratios, load: the last estimates, None before the first.  num_learned: reports learned from.
+    solution, ratios, load: the last estimates. num_learned: reports learned from.
     """
 
     selection: Selection
     times: Times
     tokens: TokenEvidence
+    ratios: Ratios
+    load: Load
     solution: Solution = COLD
-    ratios: Ratios | None = None
-    load: Load | None = None
     num_learned: int = 0
 
     def forget(self, s: EstimatorSettings) -> None:
@@ -122,19 +122,18 @@ class Estimator:
         key: ContextKey = LOCAL,
     ) -> None:
         self.key, s = key, settings or EstimatorSettings()
-        num_ranges = len(Grid(limits, s.range_width).low)
-        cold = place_of(Arm(s.cold_length).within(limits))
-        tokens = TokenEvidence.none(limits.max_speculation_length)
-        pool = Group(Selection(np.full(num_ranges, cold)), Times(s.noise**2), tokens)
-        self._begin(State(FORM, s, limits, Traffic.none(num_ranges), {POOL: pool}))
+        num_ranges, longest = len(Grid(limits, s.range_width).low), limits.max_speculation_length
+        tokens, traffic, times = TokenEvidence.none(longest), Traffic.none(num_ranges), Times(s.noise**2)
+        ratios = ratios_of(tokens, unseen_acceptance(longest, (), s.first_accepted), s.prior_tokens, s)
+        cold = Selection(np.full(num_ranges, place_of(Arm(s.cold_length).within(limits))))
+        pool = Group(cold, times, tokens, ratios, traffic.load(s.prior_tokens, times.level))
+        self._begin(State(FORM, s, limits, traffic, {POOL: pool}))
 
     def _begin(self, state: State) -> None:
         self._state, self.settings = state, state.settings
         self._grid = Grid(state.limits, state.settings.range_width)
         self._believed: dict[str, Believed] = {}
-        self._estimates = {
-            name: self._estimates_of(group) for name, group in state.groups.items() if group.ratios is not None
-        }
+        self._estimates = {name: self._estimates_of(group) for name, group in state.groups.items()}
 
     # Tell.
 
@@ -145,9 +144,6 @@ class Estimator:
         state, s = self._state, self.settings
         who = self._worker(worker)
         name = self._group_name(worker)
-        for each in (POOL, name):
-            if each not in self._estimates:
-                self._solve(each)
         state.num_reports += len(records)
         who.num_reports += len(records)
         who.last_seen, who.batch_size = state.num_reports, records[-1].batch_size
@@ -261,14 +257,15 @@ class Estimator:
         for size, length, step_s, _, _, context in cells:
             step = StepRecord(0, size, Arm(length), step_s, (), context, num_drafted_sequences=size)
             records.append(step._replace(num_verified_tokens=size * (length + 1)))
-        places, _, seconds = self._find_cells(records)
+        _, features, seconds = samples_of(records, self._grid)
         errors = np.hypot(s.profile_sd, [cell.step_s_stderr / cell.step_s for cell in cells])
-        pool.times.set_profile(places, np.log(seconds), errors, self._state.cells, s)
+        pool.times.set_profile(features, np.log(seconds), errors, s)
         self._state.profiled = min(cell.batch_size for cell in cells), max(cell.batch_size for cell in cells)
 
     def guess(self, survival: Sequence[float], trials: float = 0.0) -> None:
         """Set the prior of acceptance. survival: as in a `Profile`; trials: its weight, 0 for the default."""
         self._state.survival, self._state.survival_trials = tuple(survival), trials
+        self._solve(POOL)
 
     def widen(self, limits: Limits) -> list[Decision]:
         """Continue with larger limits, keeping what was learned."""
@@ -281,7 +278,7 @@ class Estimator:
         for group in state.groups.values():
             group.tokens.widen(wider.max_speculation_length)
             group.selection.widen(num_ranges)
-            group.ratios = None
+            self._average(group)
         self._begin(state)
         outcomes = [self._choose(name, [], "the context was widened") for name in state.groups]
         return [decision for outcome in outcomes for decision in outcome.decisions]
@@ -335,12 +332,17 @@ class Estimator:
             is_new = each not in self._estimates
             before = state.groups[each].selection.arms
             self._solve(each)
-            changed = state.groups[each].selection.choose(self._estimates[each], self.settings)
+            selection, estimates = state.groups[each].selection, self._estimates[each]
+            changed = selection.choose(estimates, self.settings) if self._has_evidence else []
             why = events[0].detail if events else reason
             everything = is_new and each != POOL
             ranges, old = (range(len(before)), None) if everything else (changed, before)
             decisions += self._decisions(each, ranges, old, why)
         return Outcome(decisions, events)
+
+    @property
+    def _has_evidence(self) -> bool:
+        return bool(self._state.num_reports or self._state.profiled[1])
 
     def _solve(self, name: str) -> None:
         """Solve again for a group, with all evidence of its workers."""
@@ -349,27 +351,29 @@ class Estimator:
             self._trim()
         group, members = state.groups[name], self._members(name)
         surprises = sorted(each.recent.surprise for each in members if len(each.recent.cells))
-        if (
-            surprises and surprises[(len(surprises) - 1) // 2] > s.surprise
-        ):  # a part of the step changed for most workers
-            group.times.fade(s.kept)
+        if surprises and surprises[(len(surprises) - 1) // 2] > s.surprise:
+            group.times.fade(s.kept)  # a part of the step has changed for most workers
             for each in members:
                 each.recent.surprise = 1.0
         group.times.grow(len(state.cells.numbers))
         group.solution = solve(group.times, state.cells.features, group.solution, s)
-        group.ratios = ratios_of(group.tokens, self._unseen(), state.survival_trials or s.prior_tokens, s)
-        group.load = state.traffic.load(s.prior_tokens, group.times.level)
+        self._average(group)
         self._believed.pop(name, None)
         self._estimates[name] = self._estimates_of(group)
+
+    def _average(self, group: Group) -> None:
+        """Estimate tokens per step and traffic again."""
+        state, s = self._state, self.settings
+        unseen = unseen_acceptance(state.limits.max_speculation_length, state.survival, s.first_accepted)
+        group.ratios = ratios_of(group.tokens, unseen, state.survival_trials or s.prior_tokens, s)
+        group.load = state.traffic.load(s.prior_tokens, group.times.level)
 
     def _trim(self) -> None:
         """Forget the cells with the least evidence."""
         state, number = self._state, len(self._state.cells.numbers)
         for group in state.groups.values():
             group.times.grow(number)
-        count = np.sum(
-            [np.diag(group.times.evidence(self.settings.profile_sd)[0]) for group in state.groups.values()], axis=0
-        )
+        count = np.sum([np.diag(group.times.information) for group in state.groups.values()], axis=0)
         kept = np.sort(np.argsort(-count, kind="stable")[: self.settings.max_cells * 3 // 4])
         place = np.full(number, -1)
         place[kept] = np.arange(len(kept))
@@ -383,8 +387,6 @@ class Estimator:
         self._believed.clear()
 
     def _estimates_of(self, group: Group) -> Estimates:
-        assert group.ratios is not None
-        assert group.load is not None
         return Estimates(self._grid, self._state.cells, group.solution, group.ratios, group.load)
 
     def _members(self, name: str) -> list[Worker]:
@@ -415,15 +417,10 @@ class Estimator:
 
     def _ms_per_token(self, name: str) -> np.ndarray | None:
         """Expected milliseconds per token of a sequence, [ranges, arms]; None if nothing was seen."""
-        if name not in self._estimates or not (self._state.num_reports or self._state.profiled[1]):
+        if not self._has_evidence:
             return None
         ms: np.ndarray = 1000.0 * self._step_s(name) / np.exp(self._estimates[name].log_tokens)
         return ms
-
-    def _unseen(self) -> np.ndarray:
-        return unseen_acceptance(
-            self._state.limits.max_speculation_length, self._state.survival, self.settings.first_accepted
-        )
 
     # Ask.
 
@@ -464,7 +461,7 @@ class Estimator:
         state, grid, s = self._state, self._grid, self.settings
         name = self._group_name(worker)
         who = state.workers.get(worker)
-        if who is None or name not in self._estimates or who.spare < num_steps * s.least_cost:
+        if who is None or who.spare < num_steps * s.least_cost:
             return None
         batch_size = batch_size or who.batch_size
         at = int(grid.range_of[min(batch_size, state.limits.max_batch_size)])
@@ -481,7 +478,7 @@ class Estimator:
     def rows(self) -> list[ArmEstimate]:
         """The learned table: one row per batch range and arm."""
         state, grid = self._state, self._grid
-        if POOL not in self._estimates or not (state.num_reports or state.profiled[1]):
+        if not self._has_evidence:
             return []
         estimates, selection, steps_s = self._estimates[POOL], state.groups[POOL].selection, self._step_s(POOL)
         level_variance = state.groups[POOL].times.noise / max(min(state.num_reports, 300.0) / 10.0, 1.0)
@@ -506,16 +503,12 @@ class Estimator:
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
-        if POOL not in self._estimates:
-            self._solve(POOL)
         estimates = self._estimates[POOL]
         survival = np.cumprod(estimates.load.mix.mean(axis=0) @ estimates.ratios.accepted)
         return list(zip(survival.tolist(), estimates.ratios.trials.tolist(), strict=True))
 
     def decisions(self, reason: str) -> list[Decision]:
         """The first choices, of every range."""
-        if POOL not in self._estimates:
-            self._choose(POOL, [], reason)
         return self._decisions(POOL, range(len(self._grid.low)), None, reason)
 
     def _decisions(self, name: str, ranges: Sequence[int], before: np.ndarray | None, reason: str) -> list[Decision]:
@@ -549,17 +542,16 @@ class Estimator:
 
     def restore(self, content: bytes) -> None:
         """Continue from what was saved. Raises ValueError, and changes nothing, if it is not a state of these limits."""
-        limits, settings, before = self._state.limits, self.settings, self._state
+        before = self._state
         try:
-            state = STATE.validate_json(content)
-            if state.form != FORM:
-                raise ValueError(f"its form is {state.form}, and {FORM} is read")
-            if state.limits != limits:
-                raise ValueError(f"it was saved with limits {state.limits}, the context has {limits}")
-            if state.settings != settings:
-                raise ValueError("it was saved with other settings")
-            self._begin(state)
-            trial = STATE.validate_json(content)
+            state, trial = STATE.validate_json(content), STATE.validate_json(content)
+            for what, found, wanted in (
+                ("form", state.form, FORM),
+                ("limits", state.limits, before.limits),
+                ("settings", state.settings, before.settings),
+            ):
+                if found != wanted:
+                    raise ValueError(f"its {what} is {found}, and {wanted} is expected")
             self._begin(trial)
             for name in trial.groups:
                 self._choose(name, [], "")
@@ -568,7 +560,7 @@ class Estimator:
         except ValidationError as error:
             self._begin(before)
             raise ValueError(f"this is not a state of this estimator: {error.errors()[0]['msg']}") from error
-        except (ValueError, IndexError, KeyError, AssertionError) as error:
+        except (ValueError, IndexError, KeyError) as error:
             self._begin(before)
             raise ValueError(f"the state does not fit together: {error}") from error
 

@@ -34,7 +34,7 @@ class EstimatorSettings(BaseModel):
     )
     # Step times.
     range_width: float = _field(0.12, "of a batch range, relative to its first size: up to 16 each size is one")
-    max_cells: int = Field(default=80, ge=8, description="cells with evidence: more would make solutions slow")
+    max_cells: int = Field(default=48, ge=8, description="cells with evidence: 80 score alike and cost more")
     gain: float = _field(0.4, "weight of the newest step in the mean that a step is compared with")
     memory: float = _field(400.0, "contrasts between cells after which older ones have faded to 1/e")
     clip: float = _field(1.5, "standard deviations beyond which a contrast is clipped (Huber): levels jump")
@@ -50,10 +50,11 @@ class EstimatorSettings(BaseModel):
         128.0, "tokens, or trials of a draft position, that a prior counts for: about one output"
     )
     long_memory: float = _field(100.0, "requests over which tokens per step are averaged")
-    short_memory: float = _field(8.0, "evaluated outputs over which changed text is looked for")
-    short_steps: float = _field(16.0, "steps over which changed text is looked for")
+    short_memory: float = _field(
+        8.0, "outputs, or steps, over which changed text is looked for: 16 were slower to notice"
+    )
     request_steps: float = _field(256.0, "steps of a sequence that count as one request where none begins")
     request_sd: float = _field(0.3, "least standard deviation of the log tokens per step among requests")
     change: float = _field(4.0, "standard errors between both means that are a change of the text")
     # Workers.
-    worker_difference: float = _field(0.15, "log difference to the other workers at which a worker is isolated")
+    worker_difference: float = _field(0.2, "log difference to the other workers at which a worker is isolated")

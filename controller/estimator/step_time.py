@@ -133,8 +133,8 @@ class Times:
     """Step times of a group of workers. information: M, [cells, cells]; moment: z, [cells].
 
     samples: usable samples by cell and their seconds, fading, and samples, not fading, [3, cells]. noise: variance of a
-    contrast; level: of the newest samples. profile: weight of a profile's cells and their theta, [2, cells]; profile_phi:
-    the surface by the profile alone; errors: squared errors of contrasts by the profile beyond noise, and their number.
+    contrast; level: of the newest samples. profile: the surface by a profile alone, and its precision, None without one;
+    errors: squared errors of contrasts by the profile beyond noise, and their number.
     """
 
     noise: float
@@ -142,8 +142,7 @@ class Times:
     moment: Array = field(default_factory=lambda: np.zeros(0))
     level: float = 0.0
     samples: Array = field(default_factory=lambda: np.zeros((3, 0)))
-    profile: Array = field(default_factory=lambda: np.zeros((2, 0)))
-    profile_phi: Array | None = None
+    profile: tuple[Array, Array] | None = None
     errors: Array = field(default_factory=lambda: np.zeros(2))
 
     def grow(self, num_cells: int) -> None:
@@ -152,12 +151,12 @@ class Times:
         if more > 0:
             self.information = np.pad(self.information, (0, more))
             self.moment = np.pad(self.moment, (0, more))
-            self.samples, self.profile = (np.pad(each, ((0, 0), (0, more))) for each in (self.samples, self.profile))
+            self.samples = np.pad(self.samples, ((0, 0), (0, more)))
 
     def keep(self, kept: np.ndarray) -> None:
         """Forget all cells but these. kept: their indices."""
         self.information, self.moment = self.information[np.ix_(kept, kept)], self.moment[kept]
-        self.samples, self.profile = self.samples[:, kept], self.profile[:, kept]
+        self.samples = self.samples[:, kept]
 
     def fade(self, factor: float) -> None:
         """Let contrasts count for less."""
@@ -194,32 +193,24 @@ class Times:
             size = squares.sum(axis=1)
             self.errors += float((error**2 - self.noise) @ size), float(size @ size)
 
-    def evidence(self, profile_sd: float) -> tuple[np.ndarray, np.ndarray]:
-        """M and z with the profile, each of whose cells is compared with the mean of all.
+    def profile_share(self, sd: float) -> float:
+        """Share of the profile's evidence that counts.
 
-        Its weight falls with the third power of the ratio of variances: otherwise a profile that is wrong by a factor would
+        It falls with the third power of the ratio of variances: otherwise a profile that is wrong by a factor would
         prevent probes of arms that it disfavours.
         """
-        weight, log_s = self.profile
-        if not weight.any():
-            return self.information, self.moment
         error, number = self.errors.tolist()
-        error = (8.0 * profile_sd**2 + max(error, 0.0)) / (8.0 + number)
-        weight = weight * min(profile_sd**2 / error, 1.0) ** 3
-        information = np.diag(weight) - np.outer(weight, weight) / weight.sum()
-        return self.information + information, self.moment + information @ log_s
+        return min(sd**2 * (8.0 + number) / (8.0 * sd**2 + max(error, 0.0)), 1.0) ** 3
 
-    def set_profile(
-        self, places: np.ndarray, log_s: np.ndarray, errors: np.ndarray, cells: Cells, s: EstimatorSettings
-    ) -> None:
-        """Begin with a profile. places: of its cells; errors: standard deviations of their log seconds."""
-        self.profile[:, places] = errors**-2, log_s
-        solution = COLD
+    def set_profile(self, features: np.ndarray, log_s: np.ndarray, errors: np.ndarray, s: EstimatorSettings) -> None:
+        """Begin with a profile. features: of its cells; errors: standard deviations of their log seconds."""
+        weight = errors**-2
+        information = np.diag(weight) - np.outer(weight, weight) / weight.sum()  # each cell relative to the mean of all
+        own, solution = Times(s.noise**2, information, information @ log_s), COLD
         for _ in range(3):
-            solution = solve(self, cells.features, solution, s)
-        self.profile_phi, theta = solution.phi, self.believed(cells, solution, s).theta
-        self.level = float(np.average(log_s - theta[places], weights=errors**-2))
-        self.profile[1, places] -= self.level
+            solution = solve(own, features, solution, s)
+        self.profile = solution.phi, np.linalg.inv(solution.covariance) - PRIOR_PRECISION
+        self.level = float(np.average(log_s - shares(features, solution.phi)[0], weights=weight))
 
     def believed(self, cells: Cells, solution: Solution, s: EstimatorSettings) -> Believed:
         """Estimates of all cells, including those added since the solution."""
@@ -229,10 +220,7 @@ class Times:
         variance[:known] *= np.diag(solution.shrinkage)
         around = gradient - gradient.mean(axis=0)
         variance += ((around @ solution.covariance) * around).sum(axis=1)
-        if self.profile_phi is None:
-            return Believed(theta, variance)
-        weight, profiled = self.profile
-        return Believed(theta, variance, np.where(weight > 0, profiled, shares(cells.features, self.profile_phi)[0]))
+        return Believed(theta, variance, shares(cells.features, self.profile[0])[0] if self.profile else None)
 
     def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
         """Count usable samples of a worker, and follow its level."""
@@ -277,19 +265,19 @@ class Believed(NamedTuple):
 
 def solve(times: Times, features: np.ndarray, last: Solution, s: EstimatorSettings) -> Solution:
     """The most probable surface and residuals: steps of Gauss-Newton from the last solution. features: of the cells."""
-    variance, phi, (information, moment) = s.residual**2, last.phi, times.evidence(s.profile_sd)
-    left = np.linalg.inv(np.eye(len(features)) + variance * information)
+    variance, phi = s.residual**2, last.phi
+    left = np.linalg.inv(np.eye(len(features)) + variance * times.information)
     for _ in range(3):
         log_mean, gradient = shares(features, phi)
-        pull = left @ (moment - information @ log_mean)
+        pull = left @ (times.moment - times.information @ log_mean)
         own = gradient - left @ gradient
-        covariance = np.linalg.inv(gradient.T @ own / variance + PRIOR_PRECISION)
-        step = np.clip(covariance @ (gradient.T @ pull - PRIOR_PRECISION @ (phi - PRIOR_MEAN)), -1.0, 1.0)
+        precision = gradient.T @ own / variance + PRIOR_PRECISION
+        force, total = gradient.T @ pull - PRIOR_PRECISION @ (phi - PRIOR_MEAN), precision
+        if times.profile:
+            profile_phi, added = times.profile[0], times.profile_share(s.profile_sd) * times.profile[1]
+            force, total = force - added @ (phi - profile_phi), precision + added
+        step = np.clip(np.linalg.solve(total, force), -1.0, 1.0)
         phi = phi + step
         if np.abs(step).max() < 0.1:
             break
-    rho = variance * pull - own @ step
-    if information is not times.information:  # a profile says nothing of how uncertain an arm is
-        left = np.linalg.inv(np.eye(len(features)) + variance * times.information)
-        covariance = np.linalg.inv(gradient.T @ (gradient - left @ gradient) / variance + PRIOR_PRECISION)
-    return Solution(phi, covariance, rho, left)
+    return Solution(phi, np.linalg.inv(precision), variance * pull - own @ step, left)

@@ -117,7 +117,7 @@ class TokenEvidence:
             if not rows:
                 continue
             # Steps of one sequence are alike, so the short memory counts sequences.
-            source, requests, kept = NGRAMS if ngram else DRAFTS, rows * per_row, exp(-num_steps / s.short_steps)
+            source, requests, kept = NGRAMS if ngram else DRAFTS, rows * per_row, exp(-num_steps / s.short_memory)
             self._keep(source, kind, 0, exp(-requests / s.long_memory), requests)
             self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
             usual = rows * float(ratios.expected[kind, length, int(ngram)])
