@@ -82,11 +82,6 @@ class Group:
     solution: Solution = COLD
     num_learned: int = 0
 
-    def forget(self, s: EstimatorSettings) -> None:
-        """Keep a part of the evidence: some of it came from a worker that differs."""
-        self.times.fade(s.kept)
-        self.tokens.forget(s)
-
 
 @dataclass(eq=False)
 class State:
@@ -302,15 +297,17 @@ class Estimator:
         state, s = self._state, self.settings
         worker.compared_at = worker.num_reports
         pool, isolated = state.groups[POOL], self.is_isolated(name)
-        others = [other for other in state.workers.values() if other is not worker]
+        others = [other for other in self._members(POOL) if other is not worker]
         parts = difference(worker, others, isolated, pool.times.noise, s)
         if bool(parts) == isolated:
             return []
         if parts:
             own = state.groups[name] = deepcopy(pool)
             own.selection.version += 1
-            own.forget(s)
-            pool.forget(s)
+            own.times.fade(s.kept)
+            own.tokens.forget(s)
+            pool.times.fade(s.kept)
+            pool.tokens = TokenEvidence.none(state.limits.max_speculation_length)
             sentence = f"{name} differs from the other workers in {parts}: it has a table of its own"
         else:
             pool.selection.version = max(pool.selection.version, state.groups[name].selection.version) + 1
