@@ -30,7 +30,7 @@ class Estimates:
         passes = grid.lengths * (1.0 - (1.0 - drafted) ** sizes)
         columns = np.empty((5, *grid.shape))
         columns[0], columns[1], columns[2], columns[3] = sizes, passes, sizes * drafted, sizes * verified
-        columns[4] = load.context
+        columns[4] = load.context[:, None]
         features = features_of(columns.reshape(5, -1))
         log_time = np.log(features @ np.exp(solution.phi)).reshape(grid.shape)
         self._features = features.reshape(*grid.shape, -1)

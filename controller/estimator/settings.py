@@ -34,7 +34,9 @@ class EstimatorSettings(BaseModel):
     )
     # Step times.
     range_width: float = _field(0.12, "of a batch range, relative to its first size: up to 16 each size is one")
-    max_cells: int = Field(default=48, ge=8, description="cells with evidence: 80 score alike and cost more")
+    max_cells: int = Field(
+        default=64, ge=8, description="cells with evidence: recorded loads had 52, and more score alike"
+    )
     gain: float = _field(0.4, "weight of the newest step in the mean that a step is compared with")
     memory: float = _field(400.0, "contrasts between cells after which older ones have faded to 1/e")
     clip: float = _field(1.5, "standard deviations beyond which a contrast is clipped (Huber): levels jump")

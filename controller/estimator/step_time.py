@@ -166,8 +166,8 @@ class Times:
     def add(self, contrasts: Contrasts, believed: Believed, recent: Recent, s: EstimatorSettings) -> None:
         """Sum contrasts of a worker up, and learn how noisy they are and how wrong the estimates."""
         known, weights, differences = contrasts
-        if not len(differences):
-            return
+        if not len(differences) or recent.level is None:
+            return  # the first steps of a worker are warm-up
         squares = weights * weights
         # Steps that follow each other in one cell carry no information about others, so they do not age it.
         between = np.minimum(squares.sum(axis=1), 1.0)
@@ -225,11 +225,11 @@ class Times:
     def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
         """Count usable samples of a worker, and follow its level."""
         level = float(np.sort(recent.log_s - theta[recent.cells])[len(recent.log_s) // 2])
-        if recent.level is not None and abs(level - recent.level) > OTHER_MACHINE:
+        before, recent.level, self.level = recent.level, level, level
+        if before is not None and abs(level - before) > OTHER_MACHINE:
             self.fade(0.0)
             self.samples[:2] = 0.0
             recent.surprise = 1.0
-        recent.level = self.level = level
         self.samples[:2] *= exp(-len(cells) / (10.0 * LEVEL_MEMORY))
         seconds = np.exp(np.minimum(log_s, level + theta[cells] + LARGEST))
         np.add.at(self.samples.T, cells, np.stack([np.ones(len(cells)), seconds, np.ones(len(cells))], axis=1))

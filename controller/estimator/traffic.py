@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
@@ -19,13 +19,13 @@ MEMORY = 1000.0  # steps over which traffic is averaged
 class Load(NamedTuple):
     """Mean traffic.
 
-    mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence; prefill_s:
-    draft-model prefill per generated token; waiting: new sequences per generated token; level: log of the step time in
-    seconds at log_time 0, which puts prefill_s on the scale of step times.
+    mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence, [ranges];
+    prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token; level: log of the
+    step time in seconds at log_time 0, which puts prefill_s on the scale of step times.
     """
 
     mix: Array
-    context: float
+    context: Array
     prefill_s: float
     waiting: float
     level: float
@@ -35,41 +35,46 @@ class Load(NamedTuple):
 class Traffic:
     """Fading sums over the steps of all workers.
 
-    class_tokens: generated tokens, [ranges, classes]. sums: steps, tokens held per sequence, seconds of draft-model
-    prefill, new sequences.
+    class_tokens: generated tokens, [ranges, classes]. held: tokens held per sequence, and steps, [ranges, 2]. rates:
+    seconds of draft-model prefill, and new sequences.
     """
 
     class_tokens: Array
-    sums: Array
+    held: Array
+    rates: Array
 
     @classmethod
     def none(cls, num_ranges: int) -> Traffic:
         """Before any step."""
-        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros(4))
+        return cls(np.zeros((num_ranges, NUM_CLASSES)), np.zeros((num_ranges, 2)), np.zeros(2))
 
     def widen(self, num_ranges: int) -> None:
         """Make room for larger batch sizes."""
-        self.class_tokens = np.pad(self.class_tokens, ((0, num_ranges - len(self.class_tokens)), (0, 0)))
+        more = (0, num_ranges - len(self.held)), (0, 0)
+        self.class_tokens, self.held = np.pad(self.class_tokens, more), np.pad(self.held, more)
 
     def count(self, records: Sequence[StepRecord], ranges: Sequence[int]) -> None:
         """Count steps. ranges: of each."""
         fade = exp(-len(records) / MEMORY)
-        self.class_tokens *= fade
-        self.sums *= fade
+        for values in (self.class_tokens, self.held, self.rates):
+            values *= fade
         tokens: Counter[tuple[int, int]] = Counter()
+        held: dict[int, float] = defaultdict(float)
         for at, record in zip(ranges, records, strict=True):
             for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
                 tokens[at, kind] += num_tokens_of(histogram)
+            held[at] += record.mean_context_length
         for place, number in tokens.items():
             self.class_tokens[place] += number
-        columns = [(1.0, r.mean_context_length, r.draft_prefill_s, r.num_new_sequences) for r in records]
-        self.sums += np.array(columns).sum(axis=0)
+        for at, number in Counter(ranges).items():
+            self.held[at] += held[at], number
+        self.rates += sum(r.draft_prefill_s for r in records), sum(r.num_new_sequences for r in records)
 
     def load(self, prior_tokens: float, level: float) -> Load:
         """The averages. The mix of a range is shrunk towards that of all."""
         total = self.class_tokens.sum(axis=0) + (1.0, 0.0, 0.0)
         mixed = self.class_tokens + prior_tokens * total / total.sum()
-        steps, held, prefill_s, started = self.sums.tolist()
-        tokens = float(total.sum())
-        mix = mixed / mixed.sum(axis=1, keepdims=True)
-        return Load(mix, held / max(steps, 1.0), prefill_s / tokens, started / tokens, level)
+        held, steps = self.held.T
+        context = (held + held.sum() / max(float(steps.sum()), 1.0)) / (steps + 1.0)
+        prefill_s, waiting = (self.rates / float(total.sum())).tolist()
+        return Load(mixed / mixed.sum(axis=1, keepdims=True), context, prefill_s, waiting, level)
