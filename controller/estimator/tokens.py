@@ -117,11 +117,11 @@ class TokenEvidence:
             if not rows:
                 continue
             # Steps of one sequence are alike, so the short memory counts sequences.
-            source, requests, kept = NGRAMS if ngram else DRAFTS, rows * per_row, exp(-num_steps / s.short_memory)
-            self._keep(source, kind, 0, exp(-requests / s.long_memory), requests)
-            self._keep(source, kind, 1, kept, requests + (1.0 - kept) * rows / num_steps)
+            requests, short = rows * per_row, exp(-num_steps / s.short_memory)
+            kept = exp(-requests / s.long_memory), short
+            number = requests, requests + (1.0 - short) * rows / num_steps
             usual = rows * float(ratios.expected[kind, length, int(ngram)])
-            self.counts[:, kind, source, TOKENS:] += tokens, usual
+            self._count(NGRAMS if ngram else DRAFTS, kind, kept, number, tokens, usual)
             if ngram:
                 slope = float(ratios.slope[length])
                 gained = tokens - usual + rows * slope * float(ratios.gain[kind])
@@ -131,31 +131,31 @@ class TokenEvidence:
                 self.positions[:, kind, :2, :length] += beyond[:-1], beyond[1:]
                 self.positions[:, kind, 2, length - 1] += rows
 
-    def _keep(self, source: int, kind: int, memory: int, kept: float, requests: float) -> None:
-        """Decay a class's evidence of a source, and count its new requests."""
-        (self.positions, self.ngrams, self.arms)[source][memory, kind] *= kept
-        self.counts[memory, kind, source] *= kept
-        self.counts[memory, kind, source, REQUESTS] += requests
+    def _count(
+        self, source: int, kind: int, kept: tuple[float, ...], requests: tuple[float, ...], tokens: int, expected: float
+    ) -> None:
+        """Decay a class's evidence of a source, and count requests and tokens. kept, requests: by memory."""
+        counts = self.counts[:, kind, source]
+        for by_memory in ((self.positions, self.ngrams, self.arms)[source][:, kind].T, counts.T):
+            by_memory *= kept
+        counts[:, REQUESTS] += requests
+        counts[:, TOKENS:] += tokens, expected
 
     def _add_output(self, output: OutputEvaluation, ratios: Ratios, s: EstimatorSettings) -> None:
         kind, tokens, lengths = output.request_class, output.num_output_tokens, self.arms.shape[-1]
         values, has_ngrams = _by_arm(output)
-        values = values * (tokens / output.num_tokens)
+        values, kept = values * (tokens / output.num_tokens), (exp(-1.0 / s.long_memory), exp(-1.0 / s.short_memory))
         if has_ngrams:
             steps, _, verified = values[:, 1, 0]
-            self._count_output(NGRAMS, kind, tokens, steps * float(ratios.expected[kind, 0, 1]), s)
+            self._count(NGRAMS, kind, kept, (1.0, 1.0), tokens, steps * float(ratios.expected[kind, 0, 1]))
             self.ngrams[:, kind] += steps, tokens - steps, steps, verified
         if values.shape[2] < min(lengths, 2):
             return  # not evaluated for draft lengths
         values = values[:, :, np.minimum(np.arange(lengths), values.shape[2] - 1)]
         length = min(COMPARED_LENGTH, lengths - 1)
-        self._count_output(OUTPUTS, kind, tokens, values[0, 0, length] * float(ratios.expected[kind, length, 0]), s)
+        expected = values[0, 0, length] * float(ratios.expected[kind, length, 0])
+        self._count(OUTPUTS, kind, kept, (1.0, 1.0), tokens, expected)
         self.arms[:, kind] += values[0, 0], values[0, 1], values[1, 1], values[2, 1]
-
-    def _count_output(self, source: int, kind: int, tokens: int, expected: float, s: EstimatorSettings) -> None:
-        for memory, length in enumerate((s.long_memory, s.short_memory)):
-            self._keep(source, kind, memory, exp(-1.0 / length), 1.0)
-        self.counts[:, kind, source, TOKENS:] += tokens, expected
 
     def change(self, s: EstimatorSettings) -> float:
         """Difference of the tokens in both memories from those that were expected, in standard errors.
