@@ -243,7 +243,8 @@ class Estimator:
         if not state.num_reports:
             if profile.survival:
                 self.guess(profile.survival, 4.0 * self.settings.prior_tokens)
-            self._add_profile(profile.cells)
+            if profile.cells:
+                self._add_profile(profile.cells)
             self._begin(state)
         return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
 

@@ -9,7 +9,7 @@ before) with the difference d of log times, and all contrasts of a group of work
     M = sum c c' / sigma^2        z = sum c d / sigma^2
 
 with exponential forgetting. A solution has phi, the log weights of a monotone surface, by Gauss-Newton with the residuals
-rho ~ N(0, v) integrated out, then rho. A profile is the first evidence, and is forgotten like any other.
+rho ~ N(0, v) integrated out, then rho. A profile is a prior of phi, and counts for less as contrasts contradict it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ does every step that used n-grams.
 Requests differ in acceptance. Those whose drafts are rejected take more steps, and more so with long drafts, so E_k is too
 high for lengths above those in use. Let log E_k of a request be mu_k + sigma_k z with a normal z, weighted by tokens.
 In steps with draft length j a request counts in proportion to 1 / E_j, and E_k appears exp(sigma_k (sigma_k - sigma_j))
-times too high. sigma_k is proportional to d log E_k / d log p. Its scale is measured: successive steps have the same
-sequences, so the covariance of their tokens is the variance among requests.
+times too high. sigma_k is proportional to d log E_k / d log p.
 
 All sums are averaged over requests in two memories. Where the tokens of the short one differ significantly from those that
 were expected, the text has changed, and the short one replaces the long one.
