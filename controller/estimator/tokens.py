@@ -41,9 +41,8 @@ COMPARED_LENGTH = 4  # draft tokens at which tokens per step are compared
 MATCHED = 5.0  # tokens of a step with an n-gram match, unseen
 LEAST_REQUESTS = 2.0, 8.0  # in the short and in the long memory, before they are compared
 UNUSABLE = frozenset({StepFlag.MIXED_LENGTHS, StepFlag.UNKNOWN})
-DRAFTS, NGRAMS, OUTPUTS = range(
-    3
-)  # evidence of steps with drafts, of n-grams alone, and of outputs evaluated for all arms
+# Evidence of steps with drafts, of n-grams alone, and of outputs that were evaluated for every arm.
+DRAFTS, NGRAMS, OUTPUTS = range(3)
 REQUESTS, TOKENS, EXPECTED = range(3)
 
 # Steps by class, length and n-grams: how many, and the histogram of their accepted tokens.

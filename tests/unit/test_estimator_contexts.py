@@ -14,6 +14,7 @@ from speclen.controller.service.registry import Context
 from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileCell, StepRecord
 from speclen.store.schema import ContextRow
 from tests.support.simulated_worker import GROUP, KEY, LIMITS, SIZES, Worker, made, profile
+from tests.support.world import World
 
 
 def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_between() -> None:
@@ -111,6 +112,18 @@ def test_a_faulty_worker_of_four_is_isolated_and_the_others_keep_their_choice(fa
     assert [estimator.is_isolated(worker.name) for worker in workers] == [True, False, False, False]
     assert estimator.num_isolated == 1
     assert max(workers[1].shortfall(size) for size in (2, 4, 8, 12)) < 0.03
+
+
+def test_of_two_workers_that_disagree_one_is_isolated_and_both_find_their_arms() -> None:
+    """A draft that is ten times slower on one of them. The other one keeps the shared table, which people see."""
+    estimator = made()
+    workers = [Worker(estimator, f"worker-{at}", at) for at in range(2)]
+    workers[1].world = World(0.75, 0.02)
+    for number in range(150):
+        for worker in workers:
+            worker.serve((2, 4, 8)[number // 5 % 3], GROUP)
+    assert estimator.num_isolated == 1
+    assert max(worker.shortfall(size) for worker in workers for size in (2, 4, 8)) < 0.03
 
 
 def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
