@@ -17,7 +17,7 @@ class Estimates:
     """Estimates of every cell, [ranges, arms].
 
     log_time: log step time without the level. log_tokens: of a sequence in a step. score: log tokens per second, with
-    prefill and waiting. cells, solution, ratios, load: the inputs.
+    prefill and waiting. grid, solution, ratios, load: the inputs.
     """
 
     def __init__(self, grid: Grid, cells: Cells, solution: Solution, ratios: Ratios, load: Load) -> None:
@@ -28,10 +28,8 @@ class Estimates:
         steps = np.minimum(load.mix @ (1.0 / ratios.expected).reshape(len(load.mix.T), -1), 1.0)  # a mean may round up
         drafted, verified = ratios.drafted.reshape(-1), ratios.verified.reshape(-1)
         passes = grid.lengths * (1.0 - (1.0 - drafted) ** sizes)
-        columns = np.empty((5, *grid.shape))
-        columns[0], columns[1], columns[2], columns[3] = sizes, passes, sizes * drafted, sizes * verified
-        columns[4] = load.context[:, None]
-        features = features_of(columns.reshape(5, -1))
+        columns = np.broadcast_arrays(sizes, passes, sizes * drafted, sizes * verified, load.context[:, None])
+        features = features_of(np.stack(columns).reshape(5, -1))
         log_time = np.log(features @ np.exp(solution.phi)).reshape(grid.shape)
         self._features = features.reshape(*grid.shape, -1)
         log_time[self._ranges, self._places] += solution.rho

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from speclen.controller.estimator.tokens import (
     unseen_acceptance,
 )
 from speclen.controller.estimator.traffic import Load, Traffic
-from speclen.controller.estimator.workers import COMPARED, EXPIRED, Worker, difference
+from speclen.controller.estimator.workers import COMPARED, EXPIRED, MOST_COMPARED, Worker, difference
 from speclen.records import (
     Arm,
     ArmEstimate,
@@ -156,7 +156,7 @@ class Estimator:
         usable = [record for record in records if not record.flags]
         for first in range(0, len(usable), CHUNK):
             self._learn_times(name, who, usable[first : first + CHUNK])
-        if who.num_reports - who.compared_at >= COMPARED and len(state.workers) > 1:
+        if who.num_reports - who.compared_at >= COMPARED and len(state.workers) > 1 and worker != POOL:
             events += self._compare(worker, who)
             name = self._group_name(worker)
         return self._choose(name, events, "more tokens per second are expected")
@@ -180,8 +180,8 @@ class Estimator:
             who.add_tokens(histograms, self._estimates[POOL].ratios, requests, s)
         tokens.add(records, histograms, requests, self._estimates[name].ratios, s)
         change = tokens.change(s)
-        if change <= s.change:
-            return []
+        if change <= s.change or self._state.groups[name].num_learned <= 8 * s.solve_reports:
+            return []  # at first, what was expected is a guess
         tokens.forget(s)
         return [DriftEvent(self.key, "acceptance", change, "the number of accepted tokens changed")]
 
@@ -193,10 +193,11 @@ class Estimator:
         weights = np.exp(self._estimates[name].solution.phi)
         log_s = np.log(seconds * (cells.features[places] @ weights) / (features @ weights))
         contrasts, believed = who.recent.contrasts(places, log_s, s.gain), self._beliefs(name)
-        times.add(contrasts, believed, who.recent, s)
-        times.count(places, log_s, believed.theta, who.recent)
-        if len(self._state.workers) > 1:
-            who.add_times(contrasts, cells, self._beliefs(POOL), s)
+        if who.recent.level is not None:  # the first steps of a worker are warm-up
+            times.add(contrasts, believed, who.recent, s)
+            if len(self._state.workers) > 1:
+                who.add_times(contrasts, cells, self._beliefs(POOL), s)
+        times.count(places, log_s, believed.theta, who.recent, len(self._members(name)) == 1)
 
     def _find_cells(self, records: Sequence[StepRecord]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Indices of the cells of steps, added where they are new; the steps' features and seconds."""
@@ -243,9 +244,8 @@ class Estimator:
         if not state.num_reports:
             if profile.survival:
                 self.guess(profile.survival, 4.0 * self.settings.prior_tokens)
-            if profile.cells:
+            if len(profile.cells) > 1:
                 self._add_profile(profile.cells)
-            self._begin(state)
         return self._choose(POOL, [], f"a profile was imported ({profile.source or 'unnamed'})").decisions
 
     def _add_profile(self, cells: Sequence[ProfileCell]) -> None:
@@ -299,6 +299,7 @@ class Estimator:
         worker.compared_at = worker.num_reports
         pool, isolated = state.groups[POOL], self.is_isolated(name)
         others = [other for other in self._members(POOL) if other is not worker]
+        others = sorted(others, key=lambda other: -other.last_seen)[:MOST_COMPARED]
         parts = difference(worker, others, isolated, pool.times.noise, s)
         if bool(parts) == isolated:
             return []
@@ -353,7 +354,6 @@ class Estimator:
             group.times.fade(s.kept)  # a part of the step has changed for most workers
             for each in members:
                 each.recent.surprise = 1.0
-        group.times.grow(len(state.cells.numbers))
         group.solution = solve(group.times, state.cells.features, group.solution, s)
         self._average(group)
         self._believed.pop(name, None)
@@ -369,16 +369,15 @@ class Estimator:
     def _trim(self) -> None:
         """Forget the cells with the least evidence."""
         state, number = self._state, len(self._state.cells.numbers)
-        for group in state.groups.values():
-            group.times.grow(number)
+        theta = {name: self._beliefs(name).theta for name in state.groups}
         count = np.sum([np.diag(group.times.information) for group in state.groups.values()], axis=0)
         kept = np.sort(np.argsort(-count, kind="stable")[: self.settings.max_cells * 3 // 4])
         place = np.full(number, -1)
         place[kept] = np.arange(len(kept))
         state.cells = Cells(state.cells.numbers[kept], state.cells.features[kept])
-        for group in state.groups.values():  # indices changed: no group may keep a solution of the old ones
-            group.times.keep(kept)
-            group.solution = group.solution.without_cells()
+        for name, group in state.groups.items():  # indices changed: no group may keep a solution of the old ones
+            group.times.keep(kept, theta[name])
+            group.solution = replace(group.solution, rho=np.zeros(0), shrinkage=np.zeros((0, 0)))
         for worker in state.workers.values():
             worker.recent.keep(place)
         self._estimates = {name: self._estimates_of(state.groups[name]) for name in self._estimates}

@@ -41,7 +41,7 @@ NEAR, FAR = 4, 16
 LEAST_GAIN = 0.05
 CHUNK = 64  # steps learned from at once: small enough that BLAS uses one thread
 SURPRISE_MEMORY = 16.0  # contrasts over which surprises are averaged
-OTHER_MACHINE = 2.5  # change of the log level after which learned step times are forgotten
+OTHER_MACHINE = 2.5  # change of the log level after which a lone worker's step times are forgotten
 LEVEL_MEMORY = 300.0  # usable samples over which noise is averaged; ten times as many over which observed times are
 LARGEST = 1.0  # log difference from the estimate at which samples are clipped
 
@@ -153,9 +153,11 @@ class Times:
             self.moment = np.pad(self.moment, (0, more))
             self.samples = np.pad(self.samples, ((0, 0), (0, more)))
 
-    def keep(self, kept: np.ndarray) -> None:
-        """Forget all cells but these. kept: their indices."""
-        self.information, self.moment = self.information[np.ix_(kept, kept)], self.moment[kept]
+    def keep(self, kept: np.ndarray, theta: np.ndarray) -> None:
+        """Forget all cells but these, taking the others' theta as known. kept: their indices; theta: estimates of all."""
+        gone = np.setdiff1d(np.arange(len(self.moment)), kept)
+        self.moment = (self.moment - self.information[:, gone] @ theta[gone])[kept]
+        self.information = self.information[np.ix_(kept, kept)]
         self.samples = self.samples[:, kept]
 
     def fade(self, factor: float) -> None:
@@ -166,8 +168,8 @@ class Times:
     def add(self, contrasts: Contrasts, believed: Believed, recent: Recent, s: EstimatorSettings) -> None:
         """Sum contrasts of a worker up, and learn how noisy they are and how wrong the estimates."""
         known, weights, differences = contrasts
-        if not len(differences) or recent.level is None:
-            return  # the first steps of a worker are warm-up
+        if not len(differences):
+            return
         squares = weights * weights
         # Steps that follow each other in one cell carry no information about others, so they do not age it.
         between = np.minimum(squares.sum(axis=1), 1.0)
@@ -204,13 +206,15 @@ class Times:
 
     def set_profile(self, features: np.ndarray, log_s: np.ndarray, errors: np.ndarray, s: EstimatorSettings) -> None:
         """Begin with a profile. features: of its cells; errors: standard deviations of their log seconds."""
-        weight = errors**-2
-        information = np.diag(weight) - np.outer(weight, weight) / weight.sum()  # each cell relative to the mean of all
-        own, solution = Times(s.noise**2, information, information @ log_s), COLD
-        for _ in range(3):
-            solution = solve(own, features, solution, s)
-        self.profile = solution.phi, np.linalg.inv(solution.covariance) - PRIOR_PRECISION
-        self.level = float(np.average(log_s - shares(features, solution.phi)[0], weights=weight))
+        weight, phi = 1.0 / (errors**2 + s.residual**2), PRIOR_MEAN
+        for _ in range(8):
+            log_mean, gradient = shares(features, phi)
+            self.level = float(np.average(log_s - log_mean, weights=weight))
+            around = weight[:, None] * (gradient - np.average(gradient, axis=0, weights=weight))
+            precision = np.einsum("ni,nj->ij", around, gradient)  # not by BLAS, whose threads may change the last bit
+            force = np.einsum("ni,n->i", around, log_s - log_mean) - PRIOR_PRECISION @ (phi - PRIOR_MEAN)
+            phi = phi + np.clip(np.linalg.solve(precision + PRIOR_PRECISION, force), -1.0, 1.0)
+        self.profile = phi, precision
 
     def believed(self, cells: Cells, solution: Solution, s: EstimatorSettings) -> Believed:
         """Estimates of all cells, including those added since the solution."""
@@ -222,11 +226,11 @@ class Times:
         variance += ((around @ solution.covariance) * around).sum(axis=1)
         return Believed(theta, variance, shares(cells.features, self.profile[0])[0] if self.profile else None)
 
-    def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent) -> None:
-        """Count usable samples of a worker, and follow its level."""
+    def count(self, cells: np.ndarray, log_s: np.ndarray, theta: np.ndarray, recent: Recent, alone: bool) -> None:
+        """Count usable samples of a worker, and follow its level. alone: it is the only one of the group."""
         level = float(np.sort(recent.log_s - theta[recent.cells])[len(recent.log_s) // 2])
         before, recent.level, self.level = recent.level, level, level
-        if before is not None and abs(level - before) > OTHER_MACHINE:
+        if alone and before is not None and abs(level - before) > OTHER_MACHINE:
             self.fade(0.0)
             self.samples[:2] = 0.0
             recent.surprise = 1.0
@@ -239,17 +243,13 @@ class Times:
 class Solution:
     """Estimated step times, apart from the level.
 
-    phi, covariance: of the surface, by workers' evidence. rho: residual of each cell; shrinkage: (I + v M)^-1.
+    phi: of the surface; covariance: by workers' evidence. rho: residual of each cell; shrinkage: (I + v M)^-1.
     """
 
     phi: Array
     covariance: Array
     rho: Array
     shrinkage: Array
-
-    def without_cells(self) -> Solution:
-        """The surface alone."""
-        return Solution(self.phi, self.covariance, np.zeros(0), np.zeros((0, 0)))
 
 
 COLD = Solution(PRIOR_MEAN, np.linalg.inv(PRIOR_PRECISION), np.zeros(0), np.zeros((0, 0)))  # before any step

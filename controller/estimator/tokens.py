@@ -11,8 +11,8 @@ high for lengths above those in use. Let log E_k of a request be mu_k + sigma_k 
 In steps with draft length j a request counts in proportion to 1 / E_j, and E_k appears exp(sigma_k (sigma_k - sigma_j))
 times too high. sigma_k is proportional to d log E_k / d log p.
 
-All sums are averaged over requests in two memories. Where the tokens of the short one differ significantly from those that
-were expected, the text has changed, and the short one replaces the long one.
+All sums are averaged over requests in two memories. Where generated relative to expected tokens differ significantly between
+them, the text has changed, and a part of the short one replaces the long one.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class TokenEvidence:
 
     counts: by source: requests, tokens, and tokens that were expected, [2, classes, 3, 3]. positions: sequences that
     reached a draft position, that passed it, and that drafted up to it, [2, classes, 3, positions]. ngrams: steps of
-    sequences with n-grams, weighted, tokens gained, steps of evaluated outputs, their verified tokens, [2, classes, 4].
-    arms: of outputs, by arm: steps without n-grams, with them, of these those that drafted, their verified tokens, [2,
-    classes, 4, lengths].
+    sequences with n-grams, weighted by the square of the slope (see `Ratios`), tokens gained, weighted by the slope, steps
+    of evaluated outputs, their verified tokens, [2, classes, 4]. arms: of outputs, by arm: steps without n-grams, with
+    them (the same again where none were evaluated), of these those that drafted, their verified tokens, [2, classes, 4,
+    lengths].
     """
 
     counts: Array
@@ -123,7 +124,7 @@ class TokenEvidence:
             if ngram:
                 slope = float(ratios.slope[length])
                 gained = tokens - usual + rows * slope * float(ratios.gain[kind])
-                self.ngrams[:, kind, :2] += rows * slope, gained
+                self.ngrams[:, kind, :2] += rows * slope**2, slope * gained
             else:
                 beyond = np.cumsum(histogram[::-1])[::-1]  # sequences with at least 0, 1, ... accepted tokens
                 self.positions[:, kind, :2, :length] += beyond[:-1], beyond[1:]

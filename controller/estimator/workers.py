@@ -19,6 +19,7 @@ from speclen.controller.estimator.tokens import Histograms, Ratios
 from speclen.records import NUM_CLASSES, StepRecord, num_tokens_of
 
 COMPARED = 64  # reports of a worker between two comparisons
+MOST_COMPARED = 16  # others that it is compared with: those that reported last
 EXPIRED = 20_000  # reports of others after which a worker without any has expired
 SIGNIFICANT = 3.0  # standard deviations
 

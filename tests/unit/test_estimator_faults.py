@@ -153,3 +153,48 @@ def test_no_step_generates_less_than_a_token() -> None:
         batch_size = int(sizes.sum())
         estimator.observe([step(batch_size, 0, 0.02, (batch_size,), class_histograms=kinds)])
     assert min(row.expected_tokens for row in estimator.rows()) >= 1.0
+
+
+def test_one_worker_of_many_that_becomes_slow_does_not_cost_the_others_what_they_learned() -> None:
+    """Steps of one of eight workers take 20 times as long for a while; its level once emptied the shared evidence."""
+    estimator, rng, world = Estimator(limits=Limits(16, 4)), np.random.default_rng(0), World(0.2, 0.006)
+
+    def serve(name: str, slowdown: float) -> None:
+        records = []
+        for at in range(8):
+            size = (2, 4, 8, 16)[at % 4]
+            length = at // 4 * 4 if at % 3 else estimator.arm_for(size, name).speculation_length
+            latency_s, histogram = world.draw(size, length, rng)
+            records.append(step(size, length, slowdown * latency_s, histogram))
+        estimator.observe(records, name)
+
+    for number in range(400):
+        serve(f"worker-{number % 8}", 1.0)
+    before = [estimator.arm_for(size) for size in (2, 4, 8, 16)]
+    for _ in range(8):
+        serve("worker-0", 20.0)
+    assert [estimator.arm_for(size) for size in (2, 4, 8, 16)] == before
+
+
+def test_drafts_that_leave_n_grams_nothing_to_gain_do_not_spoil_what_n_grams_gain() -> None:
+    """Seven tokens a step are expected of eight drafts, and 4 are seen: that is no loss through n-grams."""
+    estimator, rng, arm = Estimator(limits=Limits(8, 8, ngram=True)), np.random.default_rng(0), Arm(8, ngram=True)
+    estimator.guess([0.95**position for position in range(1, 9)], 1e6)
+    for _ in range(100):
+        runs = np.minimum(rng.geometric(0.2, size=(16, 4)) - 1, 8)
+        histograms = [tuple(np.bincount(row, minlength=9).tolist()) for row in runs]
+        estimator.observe([step(4, 8, 0.04, histogram)._replace(arm=arm) for histogram in histograms])
+    of_arm = {row.arm: row.expected_tokens for row in estimator.rows() if row.batch_min == 4}
+    assert of_arm[Arm(3, ngram=True)] > 3.0
+
+
+def test_a_wrong_first_guess_of_acceptance_is_no_change_of_the_text() -> None:
+    """A third is accepted where 0.7 was guessed: large batches once alarmed at the first reports."""
+    estimator, rng = Estimator(limits=Limits(256, 4)), np.random.default_rng(0)
+    for number in range(20):
+        records = []
+        for at in range(8):
+            runs = np.minimum(rng.geometric(0.7, size=256) - 1, 4)
+            histogram = tuple(np.bincount(runs, minlength=5).tolist())
+            records.append(step(256, 4, 0.1, histogram, num_new_sequences=256 * (number == at == 0)))
+        assert estimator.observe(records).drift_events == []
