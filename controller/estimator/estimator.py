@@ -222,11 +222,13 @@ class Estimator:
         The slow steps after a probe, with which the arm in use returns, are charged as well.
         """
         worker.spare = min(worker.spare + self.settings.explored * len(records), MOST_SAVED)
+        step_s: np.ndarray | None = None
         for at, record in zip(ranges, records, strict=True):
             worker.is_probing = bool(record.probe_id) or (worker.is_probing and StepFlag.CHANGED_ARM in record.flags)
             if worker.is_probing and record.flags and record.flags <= CAUSED:
-                expected_s = float(self._step_s(name)[at, place_of(record.arm)])
-                worker.spare = max(worker.spare - max(0.0, record.latency_s / expected_s - 1.0), -MOST_SAVED)
+                step_s = self._step_s(name) if step_s is None else step_s
+                longer = record.latency_s / float(step_s[at, place_of(record.arm)]) - 1.0
+                worker.spare = max(worker.spare - max(0.0, longer), -MOST_SAVED)
 
     def seed(self, profile: Profile) -> list[Decision]:
         """Use an offline profile as the prior. It is ignored once reports were learned from.
@@ -392,8 +394,7 @@ class Estimator:
     def _samples(self, name: str) -> np.ndarray:
         """Usable samples of every cell and their seconds, fading, and samples that do not fade, [3, ranges, arms]."""
         values, times = np.zeros((3, *self._grid.shape)), self._state.groups[name].times
-        number, cells = len(times.moment), self._state.cells
-        values[:, cells.ranges[:number], cells.places[:number]] = times.samples
+        values[:, self._state.cells.ranges, self._state.cells.places] = times.samples
         return values
 
     def _step_s(self, name: str) -> np.ndarray:

@@ -159,7 +159,7 @@ class TokenEvidence:
     def change(self, s: EstimatorSettings) -> float:
         """Difference of the tokens in both memories from those that were expected, in standard errors.
 
-        Of the source that differs most, all classes together, since most changes of the text concern all of them.
+        The largest of all sources counts. Classes are added up, since most changes of the text concern all of them.
         """
         long, short = self.counts[..., REQUESTS]
         number = np.where((short >= LEAST_REQUESTS[0]) & (long >= LEAST_REQUESTS[1]), short, 0.0)

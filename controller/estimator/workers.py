@@ -26,7 +26,7 @@ SIGNIFICANT = 3.0  # standard deviations
 
 @dataclass(eq=False)
 class Worker:
-    """What is known of one worker alone.
+    """State of one worker: its newest samples, its exploration budget, and how it differs from the others.
 
     batch_size: of its newest step. spare: exploration budget, in steps. is_probing: in the steps of a probe and in the
     slow ones after it. waiting: reports not yet learned from. time_errors: of contrasts by arm, weighted, and their
@@ -72,7 +72,7 @@ class Worker:
 
 
 def difference(worker: Worker, others: Sequence[Worker], is_isolated: bool, noise: float, s: EstimatorSettings) -> str:
-    """In what a worker differs from more than half of the others; "" if in nothing.
+    """Name the parts in which a worker differs from more than half of the others; "" if there are none.
 
     An isolated worker differs until there is enough evidence that it agrees.
     """
